@@ -1,0 +1,1 @@
+"""Helpers environments import by name: tokenization, advantages, parsing, message histories."""

@@ -1,0 +1,1 @@
+"""Tokenizers with a repaired chat template."""
