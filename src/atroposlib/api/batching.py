@@ -206,8 +206,9 @@ class BatchQueue:
         while plan.room:
             waiting = sum(kind[1] for _, kind in window)
             while waiting < plan.room and (item := next(stream, None)) is not None:
-                window.append(item)
-                waiting += item[1][1]
+                if item[1] not in plan.dropped:
+                    window.append(item)
+                    waiting += item[1][1]
             fit = _longest_feasible_prefix(plan, [kind for _, kind in window])
             for key, kind in window[:fit]:
                 chosen.append(key)
