@@ -28,7 +28,9 @@ class MissingExtraError(AtroposError, ImportError):
     """
 
     def __init__(self, feature: str, *, package: str, extra: str) -> None:
-        super().__init__(f"{feature} needs the package {package!r}; install it with: pip install 'atropos-atlas[{extra}]'")
+        super().__init__(
+            f"{feature} needs the package {package!r}; install it with: pip install 'atropos-atlas[{extra}]'"
+        )
         self.feature, self.package, self.extra = feature, package, extra
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -49,5 +51,68 @@ def unknown_name_message(kind: str, name: str, known: Iterable[str]) -> str:
     """One sentence for an unknown key or flag, with the nearest known name when there is one."""
     names = sorted(known)
     guess = nearest_name(name, names)
-    hint = f"did you mean {guess!r}?" if guess else f"known: {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
+    hint = (
+        f"did you mean {guess!r}?" if guess else f"known: {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
+    )
     return f"unknown {kind} {name!r}; {hint}"
+
+
+class InferenceServerError(AtroposError):
+    """A request to an inference server failed; says which server, the HTTP status and the head of the reply."""
+
+    def __init__(
+        self, message: str, *, url: str, status: int | None = None, body: str = "", retryable: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.message, self.url, self.status, self.body, self.retryable = message, url, status, body, retryable
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_inference_error, (type(self), self.message, self.url, self.status, self.body, self.retryable))
+
+
+class InferenceTimeoutError(InferenceServerError, TimeoutError):
+    """An inference server did not answer in time."""
+
+
+class InferenceUnavailableError(InferenceServerError, ConnectionError):
+    """An inference server cannot be reached, or stayed down longer than the configured wait."""
+
+
+def _rebuild_inference_error(
+    kind: type[InferenceServerError], message: str, url: str, status: int | None, body: str, retryable: bool
+) -> InferenceServerError:
+    return kind(message, url=url, status=status, body=body, retryable=retryable)
+
+
+class FailedExecutionException(ConfigError):  # noqa: N818 (the name existing command-line code catches)
+    """A command cannot run as asked; ``exit_code`` is what the process ends with."""
+
+    def __init__(self, message: str, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.message, self.exit_code = message, exit_code
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (FailedExecutionException, (self.message, self.exit_code))
+
+
+class RolloutRejectedError(AtroposError):
+    """The rollout server refused a request (HTTP 4xx): sending it again would not help. ``status`` and ``detail`` say why."""
+
+    def __init__(self, message: str, *, status: int, detail: str = "") -> None:
+        super().__init__(message)
+        self.message, self.status, self.detail = message, status, detail
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_rollout_rejected, (self.message, self.status, self.detail))
+
+
+def _rebuild_rollout_rejected(message: str, status: int, detail: str) -> RolloutRejectedError:
+    return RolloutRejectedError(message, status=status, detail=detail)
+
+
+class RolloutServerUnavailableError(AtroposError, ConnectionError):
+    """The rollout server could not be reached for longer than the caller wanted to wait."""
+
+
+class JournalError(AtroposError, OSError):
+    """The rollout server's journal cannot be read or written (disk full, damaged, used by another server)."""

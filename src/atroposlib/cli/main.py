@@ -24,10 +24,14 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
-    "quickstart": Command("atlaslib.cli.quickstart:main", "train a small model on a real task, here and now, with a live page"),
+    "quickstart": Command(
+        "atlaslib.cli.quickstart:main", "train a small model on a real task, here and now, with a live page"
+    ),
     "run": Command("atlaslib.cli.run:main", "start everything one configuration file names, and watch over it"),
     "train": Command("atlaslib.cli.train:main", "train with GRPO (any parameter as key=value or --key value)"),
-    "engine": Command("atlaslib.cli.engine:main", "serve a model with the embedded engine (OpenAI routes, token-exact /generate)"),
+    "engine": Command(
+        "atlaslib.cli.engine:main", "serve a model with the embedded engine (OpenAI routes, token-exact /generate)"
+    ),
     "api": Command("atroposlib.cli.run_api:command", "start the rollout server (also: run-api)"),
     "status": Command("atroposlib.cli.status:main", "a table of queue, batches, environments and trainer"),
     "view": Command("atroposlib.cli.view:main", "the live page for a finished run"),
@@ -68,7 +72,9 @@ def load(target: str) -> Callable[[list[str]], int]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name in {"torch", "accelerate", "peft"}:
-            raise AtroposError(f"this command needs {error.name}; install it with: pip install 'atropos-atlas[train]'") from error
+            raise AtroposError(
+                f"this command needs {error.name}; install it with: pip install 'atropos-atlas[train]'"
+            ) from error
         raise
     command: Callable[[list[str]], int] = getattr(module, function)
     return command
@@ -78,7 +84,9 @@ def overview() -> str:
     """The help text: every command with its one-line summary."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(["usage: atropos COMMAND [ARGUMENTS]", "", *lines, "", "atropos COMMAND --help shows what a command takes."])
+    return "\n".join(
+        ["usage: atropos COMMAND [ARGUMENTS]", "", *lines, "", "atropos COMMAND --help shows what a command takes."]
+    )
 
 
 if __name__ == "__main__":
