@@ -116,3 +116,11 @@ class RolloutServerUnavailableError(AtroposError, ConnectionError):
 
 class JournalError(AtroposError, OSError):
     """The rollout server's journal cannot be read or written (disk full, damaged, used by another server)."""
+
+
+class RewardComputationError(AtroposError):
+    """A reward function failed for every completion it was given; the first cause is chained."""
+
+
+class UnknownRewardError(ConfigError, ImportError):
+    """No reward function has this name."""
