@@ -1,0 +1,1 @@
+"""How environments talk to inference servers: configuration, routing, backends and token-exact sessions."""

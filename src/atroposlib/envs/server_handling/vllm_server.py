@@ -1,0 +1,174 @@
+"""``VLLMServer``: OpenAI routes for text, ``/generate`` for exact tokens (vLLM's own form and this project's policy server)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from atroposlib.envs.server_handling.api_server import TokensAndLogprobs
+from atroposlib.envs.server_handling.openai_routes import HEALTH_TIMEOUT_S, OpenAIRoutes, split_request
+from atroposlib.envs.server_handling.openai_server import APIServerConfig, resolve_openai_configs
+from atroposlib.envs.server_handling.policy_versions import note_reply_versions
+from atroposlib.envs.server_handling.server_config import ReasoningConfig
+from atroposlib.errors import InferenceServerError
+
+__all__ = ["APIServerConfig", "TokenizerOwner", "VLLMServer", "resolve_openai_configs"]
+
+
+class TokenizerOwner(OpenAIRoutes):
+    """A server whose prompts are token ids; its tokenizer is loaded when it is first needed."""
+
+    _tokenizer: Any = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer named by ``tokenizer_name``, or by ``model_name`` when that is 'none'."""
+        if self._tokenizer is None:
+            from atroposlib.utils.tokenizers.loading import load_tokenizer
+
+            name = self.config.tokenizer_name
+            self._tokenizer = load_tokenizer(self.config.model_name if name in ("", "none") else name)
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def prompt_ids(self, fields: dict[str, Any]) -> list[int]:
+        """Remove the prompt from ``fields`` and return its ids: ``input_ids`` as given, else ``prompt`` encoded."""
+        prompt, input_ids = fields.pop("prompt", None), fields.pop("input_ids", None)
+        if input_ids is None and prompt is None:
+            raise ValueError("a token call needs 'input_ids' or 'prompt'")
+        ids = list(input_ids) if input_ids is not None else list(self.tokenizer.encode(prompt))
+        return self._without_doubled_bos(ids)
+
+    def _without_doubled_bos(self, ids: list[int]) -> list[int]:
+        # Only a doubled first id can be a doubled BOS, so the tokenizer is not loaded for anything else.
+        if len(ids) >= 2 and ids[0] == ids[1] and ids[0] == getattr(self.tokenizer, "bos_token_id", None):
+            return ids[1:]
+        return ids
+
+
+class VLLMServer(TokenizerOwner):
+    """A vLLM server, or this project's policy server.
+
+    Example: ``VLLMServer(APIServerConfig(model_name="Qwen/Qwen3-4B", base_url="http://localhost:9001/v1"))``
+    """
+
+    def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None) -> None:
+        super().__init__(config, reasoning_config)
+
+    async def probe(self) -> bool:
+        """Whether ``/health`` answers."""
+        url = f"{self.root_url()}/health"
+        status = await self.http.get_status(url, headers=self.request_headers(), timeout_s=HEALTH_TIMEOUT_S)
+        return 0 < status < 500
+
+    async def _generate(self, kwargs: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+        fields, headers, timeout_s = split_request(kwargs)
+        prompt_ids = self.prompt_ids(fields)
+        fields.pop("model", None)
+        for name in ("max_new_tokens", "max_completion_tokens"):
+            if name in fields:
+                fields["max_tokens"] = fields.pop(name)
+        url = f"{self.root_url()}/generate"
+        reply = await self.http.post_json(
+            url,
+            {"prompt": {"prompt_token_ids": prompt_ids}, "logprobs": 0, **fields},
+            headers={**self.request_headers(), **headers},
+            timeout_s=timeout_s or self.config.timeout,
+        )
+        if not isinstance(reply, dict):
+            raise InferenceServerError(f"{url} answered {type(reply).__name__}, not an object", url=url)
+        return prompt_ids, reply
+
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
+        prompt_ids, reply = await self._generate(kwargs)
+        if "logprobs" not in reply:
+            url = f"{self.root_url()}/generate"
+            raise InferenceServerError(
+                f"{url} sent no 'logprobs' (fields: {sorted(reply)}); token-exact calls need a server that returns them",
+                url=url,
+            )
+        tokens, logprobs = sampled_tokens(reply)
+        note_reply_versions(reply, len(tokens))
+        finish_reasons = list(reply.get("finish_reasons") or [None] * len(tokens))
+        return echoed_prompt(reply, prompt_ids), tokens, logprobs, finish_reasons
+
+    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
+        top_k = kwargs.pop("top_k", None)
+        top_logprobs = kwargs.pop("top_logprobs", None)
+        num_top = max(1, int(top_k if top_k is not None else (top_logprobs or 1)))
+        request = {"max_tokens": 1, **kwargs, "prompt_logprobs": num_top, "n": 1, "temperature": 0.0, "top_p": 1.0}
+        prompt_ids, reply = await self._generate(request)
+        if reply.get("prompt_logprobs") is None:
+            raise ValueError(
+                f"{self.label} sent no 'prompt_logprobs'; it cannot score given text (start it with a server that does)"
+            )
+        ids, logprobs = prompt_top_logprobs(reply["prompt_logprobs"])
+        return {"prompt_tokens": prompt_ids, "prompt_topk_token_ids": ids, "prompt_topk_logprobs": logprobs}
+
+
+def echoed_prompt(reply: dict[str, Any], sent: list[int]) -> list[int]:
+    """The prompt ids the server says it used, or the ones sent."""
+    echoed = reply.get("prompt_token_ids")
+    if isinstance(echoed, list) and echoed and all(isinstance(token, int) for token in echoed):
+        return echoed
+    return sent
+
+
+def sampled_tokens(reply: dict[str, Any]) -> tuple[list[list[int]], list[list[float]]]:
+    """Per sequence: sampled ids and their log-probs.
+
+    ``logprobs[sequence][position]`` is a number (then ``token_ids`` names the ids), ``{id: logprob}``, or a list with that.
+    """
+    known = reply.get("token_ids")
+    all_tokens: list[list[int]] = []
+    all_logprobs: list[list[float]] = []
+    for index, positions in enumerate(reply["logprobs"]):
+        tokens, logprobs = [], []
+        for position, entry in enumerate(positions or []):
+            token, logprob = _chosen(entry, known[index][position] if known else None)
+            tokens.append(token)
+            logprobs.append(logprob)
+        all_tokens.append([int(token) for token in known[index]] if known else tokens)
+        all_logprobs.append(logprobs)
+    return all_tokens, all_logprobs
+
+
+def _chosen(entry: Any, token: int | None) -> tuple[int, float]:
+    if isinstance(entry, list):
+        entry = entry[0]
+    if isinstance(entry, int | float) and token is not None:
+        return token, float(entry)
+    if not isinstance(entry, dict) or not entry:
+        raise ValueError(f"a log-prob entry of /generate is neither a number nor a mapping of id to log-prob: {entry!r}")
+    key = str(token) if token is not None and str(token) in entry else next(iter(entry))
+    return int(key), _number(entry[key])
+
+
+def _number(value: Any) -> float:
+    return float(value["logprob"] if isinstance(value, dict) else value)
+
+
+def prompt_top_logprobs(raw: list[Any]) -> tuple[list[list[int]], list[list[float]]]:
+    """Top ids and log-probs per prompt position, from ``[position]`` or ``[sequence][position]``; null gives empty lists."""
+    positions = _positions(raw)
+    ids: list[list[int]] = []
+    logprobs: list[list[float]] = []
+    for entry in positions:
+        merged: dict[str, Any] = {}
+        for part in entry if isinstance(entry, list) else [entry or {}]:
+            merged.update(part or {})
+        ids.append([int(token) for token in merged])
+        logprobs.append([_number(value) for value in merged.values()])
+    return ids, logprobs
+
+
+def _positions(raw: list[Any]) -> list[Any]:
+    if len(raw) == 1 and isinstance(raw[0], list) and not _is_list_of_one_mapping(raw[0]):
+        return raw[0]
+    return raw
+
+
+def _is_list_of_one_mapping(entry: list[Any]) -> bool:
+    return len(entry) == 1 and isinstance(entry[0], dict)
