@@ -1,0 +1,269 @@
+"""The OpenAI wire form of the policy server, as pure functions: request bodies in, sampling parameters out; completions in, replies out.
+
+Nothing here knows HTTP or the engine's loop. A field that is unknown or impossible raises :class:`RequestError`, which
+names it; the server turns that into a 4xx reply in OpenAI's error form.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from atlaslib.engine.config import SamplingParams
+from atlaslib.engine.sequence import Completion
+from atlaslib.errors import AtroposError, unknown_name_message
+
+LogprobsMode = Literal["temperature", "sampling", "raw"]
+LOGPROBS_MODES: tuple[LogprobsMode, ...] = ("temperature", "sampling", "raw")
+MAX_TOP_LOGPROBS = 20
+
+# Request field -> SamplingParams field; the value is checked by SamplingParams itself.
+SAMPLING_FIELDS: dict[str, str] = {
+    "n": "n",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "seed": "seed",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "prompt_logprobs": "prompt_logprobs",
+    "min_tokens": "min_tokens",
+    "skip_special_tokens": "skip_special_tokens",
+    "include_stop_str_in_output": "include_stop_str_in_output",
+}
+# Fields of the official API that carry bookkeeping or only take their neutral value here.
+NEUTRAL_FIELDS = frozenset(
+    {
+        "model",
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "parallel_tool_calls",
+        "safety_identifier",
+        "prompt_cache_key",
+    }
+)
+SHARED_FIELDS = frozenset({"stop", "logit_bias", "stream", "stream_options", "logprobs_mode", "return_token_ids"})
+CHAT_FIELDS = frozenset(
+    {
+        "messages",
+        "tools",
+        "tool_choice",
+        "logprobs",
+        "top_logprobs",
+        "response_format",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+    }
+)
+COMPLETION_FIELDS = frozenset({"prompt", "logprobs", "echo", "suffix", "best_of"})
+GENERATE_FIELDS = frozenset({"prompt", "logprobs"})
+
+
+class RequestError(AtroposError, ValueError):
+    """A request the policy server cannot serve, with the HTTP status and the field to blame."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param = status, param
+
+
+@dataclass(kw_only=True, slots=True)
+class ParsedRequest:
+    """One request after checking: what to sample from and how to answer."""
+
+    params: SamplingParams
+    prompt_ids: list[list[int]] = field(default_factory=list)
+    """One entry per prompt; each gives ``params.n`` choices."""
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    logprobs_mode: LogprobsMode = "temperature"
+    return_token_ids: bool = False
+    echo: bool = False
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+
+
+def check_fields(body: Mapping[str, Any], *, extra: frozenset[str]) -> None:
+    """Refuse fields nobody here understands, naming the nearest one that is understood."""
+    known = SAMPLING_FIELDS.keys() | NEUTRAL_FIELDS | SHARED_FIELDS | extra
+    for name, value in body.items():
+        if name not in known and value is not None:
+            raise RequestError(unknown_name_message("field", name, known), param=name)
+
+
+def sampling_params(
+    body: Mapping[str, Any], *, default_max_tokens: int | None, top_logprobs: int | None
+) -> SamplingParams:
+    """The engine's parameters out of a request body; None means "not given", as in the official API."""
+    chosen: dict[str, Any] = {}
+    for name, target in SAMPLING_FIELDS.items():
+        if body.get(name) is not None:
+            chosen[target] = body[name]
+    if default_max_tokens is not None:
+        chosen.setdefault("max_tokens", default_max_tokens)
+    chosen.update(_stops(body.get("stop")))
+    if body.get("logit_bias"):
+        chosen["logit_bias"] = _logit_bias(body["logit_bias"])
+    if top_logprobs:
+        chosen["logprobs"] = top_logprobs
+    try:
+        return SamplingParams(**chosen)
+    except (AtroposError, TypeError) as error:
+        raise RequestError(str(error)) from error
+
+
+def shared_settings(body: Mapping[str, Any], default_mode: LogprobsMode) -> dict[str, Any]:
+    """The settings chat and plain completion have in common, as keyword arguments of :class:`ParsedRequest`."""
+    mode = body.get("logprobs_mode") or default_mode
+    if mode not in LOGPROBS_MODES:
+        raise RequestError(f"logprobs_mode is {mode!r}; use one of {', '.join(LOGPROBS_MODES)}", param="logprobs_mode")
+    options = body.get("stream_options") or {}
+    return {
+        "stream": bool(body.get("stream")),
+        "include_usage": bool(options.get("include_usage")) if isinstance(options, Mapping) else False,
+        "logprobs_mode": mode,
+        "return_token_ids": bool(body.get("return_token_ids")),
+    }
+
+
+def chat_top_logprobs(body: Mapping[str, Any]) -> int | None:
+    """``top_logprobs`` of a chat request, checked."""
+    top = body.get("top_logprobs")
+    if top is None:
+        return None
+    if not isinstance(top, int) or not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise RequestError(
+            f"top_logprobs is {top!r}; give a whole number from 0 to {MAX_TOP_LOGPROBS}", param="top_logprobs"
+        )
+    if not body.get("logprobs"):
+        raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+    return top
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages of a chat request: a non-empty list of objects with a role."""
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages must be a non-empty list", param="messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RequestError(f"messages[{index}] is {message!r:.80}; it needs a role and content", param="messages")
+        content = message.get("content")
+        if content is None and not message.get("tool_calls"):
+            raise RequestError(f"messages[{index}] has neither content nor tool_calls", param="messages")
+        if isinstance(content, list) and any(
+            not isinstance(part, dict) or part.get("type") != "text" for part in content
+        ):
+            raise RequestError(
+                f"messages[{index}] has content that is not text; this server samples from text models",
+                param="messages",
+            )
+    return messages
+
+
+def token_ids_of(value: Any) -> list[int] | None:
+    """``value`` as a list of token ids, or None when it is something else."""
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+    ):
+        return value
+    return None
+
+
+def chosen_logprobs(completion: Completion, mode: LogprobsMode) -> list[float]:
+    """The log-prob of every sampled token, in the asked reading."""
+    if mode == "sampling":
+        return completion.logprobs
+    return completion.temperature_logprobs if mode == "temperature" else completion.raw_logprobs
+
+
+def distinct_versions(completions: Sequence[Completion]) -> list[int]:
+    """The policy versions that made any token of these completions, ascending."""
+    return sorted({version for completion in completions for version in completion.versions})
+
+
+def usage(prompt_ids: Sequence[Sequence[int]], completions: Sequence[Completion]) -> dict[str, int]:
+    """Token counts of one reply."""
+    prompt, made = sum(map(len, prompt_ids)), sum(len(completion.token_ids) for completion in completions)
+    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+
+def reply_head(
+    kind: Literal["chat.completion", "chat.completion.chunk", "text_completion"], model: str
+) -> dict[str, Any]:
+    """The fields every OpenAI reply starts with."""
+    prefix = "cmpl" if kind == "text_completion" else "chatcmpl"
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def chat_logprobs(
+    decoded: Sequence[str], values: Sequence[float], tops: Sequence[Mapping[str, float]] | None
+) -> dict[str, Any]:
+    """The ``logprobs`` object of a chat choice."""
+    content = []
+    for position, (token, value) in enumerate(zip(decoded, values, strict=True)):
+        alternatives = tops[position].items() if tops else ()
+        content.append(
+            {
+                "token": token,
+                "logprob": value,
+                "bytes": list(token.encode()),
+                "top_logprobs": [
+                    {"token": other, "logprob": lp, "bytes": list(other.encode())} for other, lp in alternatives
+                ],
+            }
+        )
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    decoded: Sequence[str], values: Sequence[float | None], tops: Sequence[Mapping[str, float]] | None
+) -> dict[str, Any]:
+    """The ``logprobs`` object of a plain completion choice."""
+    offsets, position = [], 0
+    for token in decoded:
+        offsets.append(position)
+        position += len(token)
+    return {
+        "tokens": list(decoded),
+        "token_logprobs": list(values),
+        "top_logprobs": [dict(top) for top in tops] if tops else None,
+        "text_offset": offsets,
+    }
+
+
+def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _stops(stop: Any) -> dict[str, Any]:
+    if stop is None or stop == []:
+        return {}
+    texts = [stop] if isinstance(stop, str) else stop
+    if not isinstance(texts, list) or any(not isinstance(text, str) or not text for text in texts):
+        raise RequestError(f"stop is {stop!r:.80}; give a string or a list of non-empty strings", param="stop")
+    return {"stop": texts}
+
+
+def _logit_bias(bias: Any) -> dict[int, float]:
+    try:
+        return {int(token): float(value) for token, value in bias.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RequestError(
+            f"logit_bias is {bias!r:.80}; give an object of token id -> number", param="logit_bias"
+        ) from error

@@ -1,0 +1,267 @@
+"""The policy server over real HTTP, with the official OpenAI client and a tiny real model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import httpx
+import openai
+import pytest
+
+from atlaslib.engine import Engine, EngineConfig, EngineThread
+from atlaslib.engine.server import ServerHandle, serve_in_thread
+from atlaslib.errors import ConfigError
+from atlaslib.models.tiny import tiny_llama
+from atroposlib.testing.tiny_tokenizer import build_tiny_tokenizer
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[EngineThread, Any, ServerHandle]]:
+    tokenizer = build_tiny_tokenizer()
+    loop = EngineThread(Engine(tiny_llama(), tokenizer, EngineConfig(max_model_len=256, max_num_seqs=16)))
+    loop.start()
+    handle = serve_in_thread(loop, tokenizer, "tiny", max_open=64)
+    yield loop, tokenizer, handle
+    handle.stop()
+    loop.stop()
+
+
+@pytest.fixture
+def client(served: tuple[EngineThread, Any, ServerHandle]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served[2].url}/v1", api_key="x", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture
+def http(served: tuple[EngineThread, Any, ServerHandle]) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served[2].url, timeout=60) as made:
+        yield made
+
+
+def test_chat_through_the_official_client(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model="anything", messages=CHAT, n=3, max_completion_tokens=5, seed=1, logprobs=True, top_logprobs=2
+    )
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == len("user\nhi\nassistant\n") + 3
+    assert reply.model == "tiny"
+    for choice in reply.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert all(entry.logprob <= 0 for entry in choice.logprobs.content)
+        assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+    assert reply.model_extra is not None
+    assert reply.model_extra["policy_versions"] == [0]
+
+
+def test_same_seed_same_reply(client: openai.OpenAI) -> None:
+    def ask(seed: int) -> str | None:
+        return client.chat.completions.create(model="m", messages=CHAT, max_tokens=12, seed=seed).choices[0].message.content
+
+    assert ask(5) == ask(5)
+    assert ask(5) != ask(6)
+
+
+def test_streaming_gives_the_same_text(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="m", messages=CHAT, max_tokens=20, seed=3)
+    text, reasons, usage = "", [], None
+    with client.chat.completions.create(
+        model="m", messages=CHAT, max_tokens=20, seed=3, stream=True, stream_options={"include_usage": True}
+    ) as stream:
+        for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                reasons += [choice.finish_reason] if choice.finish_reason else []
+    assert text == whole.choices[0].message.content
+    assert reasons == [whole.choices[0].finish_reason]
+    assert usage == whole.usage
+
+
+def test_plain_completion_with_echo_and_prompt_logprobs(client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="m", prompt="abc", max_tokens=2, echo=True, logprobs=0, temperature=0)
+    choice = reply.choices[0]
+    assert choice.text.startswith("abc")
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[0] is None
+    assert len(choice.logprobs.token_logprobs) == 3 + 2
+    several = client.completions.create(model="m", prompt=["a", "b"], n=2, max_tokens=1)
+    assert len(several.choices) == 4
+
+
+def test_streamed_completion(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model="m", prompt="abc", max_tokens=9, seed=4)
+    with client.completions.create(model="m", prompt="abc", max_tokens=9, seed=4, stream=True) as stream:
+        assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == whole.choices[0].text
+
+
+def test_generate_is_token_exact(served: tuple[EngineThread, Any, ServerHandle], http: httpx.Client) -> None:
+    prompt = [70, 71, 72]
+    body = {"prompt": {"prompt_token_ids": prompt}, "n": 2, "max_tokens": 6, "logprobs": 0, "temperature": 0.7, "seed": 9}
+    reply = http.post("/generate", json=body)
+    assert reply.status_code == 200
+    data = reply.json()
+    assert data["prompt_token_ids"] == prompt
+    assert data["policy_versions"] == [[0], [0]]
+    assert reply.headers["x-policy-version"] == "0"
+    for ids, rows in zip(data["token_ids"], data["logprobs"], strict=True):
+        assert [int(next(iter(row[0]))) for row in rows] == ids
+        scored = served[0].submit_score(prompt + ids, temperature=0.7).result(timeout=60)
+        assert [row[0][str(token)] for token, row in zip(ids, rows, strict=True)] == pytest.approx(scored[3:], abs=1e-4)
+
+
+def test_score_route(served: tuple[EngineThread, Any, ServerHandle], http: httpx.Client) -> None:
+    one = http.post("/v1/score", json={"token_ids": [70, 71, 72]}).json()
+    two = http.post("/v1/score", json={"token_ids": [[70, 71, 72], [5, 6]], "temperature": 1.0}).json()
+    assert one["logprobs"][0] == pytest.approx(two["logprobs"][0], abs=1e-5)
+    assert one["logprobs"][0][0] == 0.0
+    assert len(two["logprobs"][1]) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/chat/completions", {"messages": []}, "non-empty list"),
+        ("/v1/chat/completions", {"messages": CHAT, "temprature": 1}, "did you mean 'temperature'"),
+        ("/v1/chat/completions", {"messages": CHAT, "temperature": -1}, "temperature"),
+        ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 3}, "logprobs=true"),
+        ("/v1/chat/completions", {"messages": CHAT, "response_format": {"type": "json_object"}}, "response_format"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, "messages[0]"),
+        ("/v1/completions", {"prompt": "x" * 300}, "256"),
+        ("/v1/completions", {"prompt": [999999]}, "999999"),
+        ("/v1/completions", {"prompt": "a", "stop": [""]}, "stop"),
+        ("/v1/completions", {"prompt": ""}, "prompt"),
+        ("/generate", {"prompt": {"prompt_token_ids": []}}, "prompt"),
+        ("/v1/score", {"token_ids": "abc"}, "token_ids"),
+    ],
+)
+def test_bad_requests_are_named(http: httpx.Client, path: str, body: dict[str, Any], words: str) -> None:
+    reply = http.post(path, json=body)
+    assert reply.status_code == 400
+    assert words in reply.json()["error"]["message"]
+
+
+def test_body_that_is_not_json(http: httpx.Client) -> None:
+    reply = http.post("/v1/completions", content=b"{nope")
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_too_much_at_once_is_429(http: httpx.Client) -> None:
+    reply = http.post("/v1/completions", json={"prompt": "a", "n": 65})
+    assert reply.status_code == 429
+    assert reply.headers["retry-after"] == "1"
+
+
+async def test_a_client_that_leaves_frees_its_slot(served: tuple[EngineThread, Any, ServerHandle]) -> None:
+    loop, _, handle = served
+    body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "n": 16}
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(asyncio.TimeoutError):
+            await session.post(f"{handle.url}/v1/completions", json=body, timeout=aiohttp.ClientTimeout(total=0.05))
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        text = httpx.get(f"{handle.url}/metrics").text
+        if "atropos_engine_open_samples 0\n" in text:
+            break
+        await asyncio.sleep(0.05)
+    assert "atropos_engine_open_samples 0\n" in text
+    assert "atropos_engine_aborted_total 1\n" in text
+
+
+def test_health_models_metrics(http: httpx.Client) -> None:
+    assert http.get("/health").json() == {"status": "ok", "model": "tiny", "policy_version": 0}
+    card = http.get("/v1/models").json()["data"][0]
+    assert (card["id"], card["max_model_len"]) == ("tiny", 256)
+    assert 'atropos_engine_requests_total{route="/health",status="200"}' in http.get("/metrics").text
+
+
+def test_stop_string_and_token(http: httpx.Client) -> None:
+    whole = http.post("/v1/completions", json={"prompt": "q", "max_tokens": 30, "seed": 2, "ignore_eos": True}).json()["choices"][0]["text"]
+    stop = whole[4]
+    cut = http.post("/v1/completions", json={"prompt": "q", "max_tokens": 30, "seed": 2, "ignore_eos": True, "stop": stop}).json()
+    assert cut["choices"][0]["text"] == whole[: whole.index(stop)]
+    assert cut["choices"][0]["finish_reason"] == "stop"
+
+
+def test_tools_go_through_the_template_and_come_back_as_calls() -> None:
+    from atlaslib.engine.openai_protocol import ParsedRequest
+    from atlaslib.engine.openai_replies import ReplyWriter
+    from atlaslib.engine.config import SamplingParams
+    from atlaslib.engine.sequence import Completion
+
+    tokenizer = build_tiny_tokenizer()
+    text = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    ids = tokenizer(text)["input_ids"]
+    zeros = [0.0] * len(ids)
+    done = Completion(
+        token_ids=ids, logprobs=zeros, temperature_logprobs=zeros, raw_logprobs=zeros, versions=[3] * len(ids), finish_reason="stop"
+    )
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    parsed = ParsedRequest(params=SamplingParams(), prompt_ids=[[1]], tools=tools)
+    reply = ReplyWriter(tokenizer, "m", "hermes").chat(parsed, [done])
+    choice = reply["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == "Let me see."
+    call = choice["message"]["tool_calls"][0]["function"]
+    assert (call["name"], json.loads(call["arguments"])) == ("add", {"a": 1})
+    assert reply["policy_versions"] == [3]
+
+
+def test_new_weights_carry_a_new_version() -> None:
+    import torch
+
+    tokenizer = build_tiny_tokenizer()
+    model = tiny_llama()
+    engine = Engine(model, tokenizer, EngineConfig(max_model_len=64))
+    loop = EngineThread(engine)
+    loop.start()
+    handle = serve_in_thread(loop, tokenizer)
+    try:
+        ask = {"prompt": "a", "max_tokens": 2, "temperature": 0}
+        assert httpx.post(f"{handle.url}/v1/completions", json=ask).json()["policy_versions"] == [0]
+        with engine.updating(), torch.no_grad():
+            model.lm_head.weight.mul_(2.0)
+        assert httpx.post(f"{handle.url}/v1/completions", json=ask).json()["policy_versions"] == [1]
+    finally:
+        handle.stop()
+        loop.stop()
+
+
+def test_other_addresses_need_a_token(served: tuple[EngineThread, Any, ServerHandle]) -> None:
+    loop, tokenizer, _ = served
+    with pytest.raises(ConfigError, match="set a token"):
+        serve_in_thread(loop, tokenizer, host="0.0.0.0")
+    handle = serve_in_thread(loop, tokenizer, token="secret")
+    try:
+        assert httpx.get(f"{handle.url}/v1/models").status_code == 401
+        assert httpx.get(f"{handle.url}/health").status_code == 200
+        assert httpx.get(f"{handle.url}/v1/models", headers={"authorization": "Bearer wrong"}).status_code == 401
+        assert httpx.get(f"{handle.url}/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+    finally:
+        handle.stop()
+
+
+def test_many_clients_at_once(served: tuple[EngineThread, Any, ServerHandle]) -> None:
+    url = f"{served[2].url}/v1/completions"
+    replies: list[int] = []
+
+    def ask(number: int) -> None:
+        body = {"prompt": f"prompt {number}", "max_tokens": 8, "ignore_eos": True}
+        replies.append(httpx.post(url, json=body, timeout=60).json()["usage"]["completion_tokens"])
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert replies == [8] * 24
