@@ -1,0 +1,487 @@
+"""``EnvRunner``: the loop that drives one environment in service mode.
+
+    setup -> setup_wandb -> register_env -> get_server_info -> loop:
+        get_status        what the trainer and the queue are doing
+        env_step_checks   evaluation, checkpoint, logging at step boundaries
+        stop?             the trainer has all it needs
+        add_train_workers start groups while the budget (worker_budget.py) allows
+        overdue           groups older than worker_timeout are cancelled, their item is tried once more
+
+Every step is called through the environment, so an override wins. State lives on the environment (its public
+attributes); this object owns only what the loop needs to run. A finished group wakes the loop at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from atroposlib.envs import groups
+from atroposlib.envs.env_config import EvalHandlingEnum
+from atroposlib.envs.env_metrics import Stopwatch
+from atroposlib.envs.server_handling.policy_versions import record_policy_versions
+from atroposlib.envs.worker_budget import (
+    BudgetLimits,
+    QueueStatus,
+    allowed_workers,
+    crosses_boundary,
+    eval_cap,
+    is_finished,
+)
+from atroposlib.errors import AtroposError, ConfigError, InferenceUnavailableError, RolloutRejectedError
+
+if TYPE_CHECKING:
+    from atroposlib.envs.base import BaseEnv
+
+logger = logging.getLogger(__name__)
+
+STATUS_INTERVAL_S = 0.2
+"""How often the rollout server is asked for its state."""
+REPORT_INTERVAL_S = 5.0
+"""How often metrics go to the rollout server."""
+STATUS_TIMEOUT_S = 10.0
+FINISH_TIMEOUT_S = 20.0
+"""How long groups already on their way to the rollout server may take when the loop ends."""
+MAX_BACKOFF_S = 15.0
+TIMINGS_KEPT = 10_000
+UNREACHABLE = (aiohttp.ClientError, OSError, TimeoutError)
+
+
+class EnvRunner:
+    """Drives one environment against its rollout server.
+
+    Example: ``await EnvRunner(env).serve()``
+    """
+
+    def __init__(self, env: BaseEnv) -> None:
+        self.env = env
+        self.wake = asyncio.Event()
+        self._status_at = 0.0
+        self._sent_at_status = 0
+        self._unreachable_since: float | None = None
+        self._registered_before = False
+        self._eval_is_due = False
+        self._failures_in_a_row = 0
+        self._start_again_at = 0.0
+        self._tried_again: dict[int, Any] = {}  # id(item) -> item that timed out once
+
+    # ------------------------------------------------------------------ the loop
+
+    async def serve(self) -> None:
+        """Run until the trainer has what it needs."""
+        env = self.env
+        await env.setup()
+        await env.setup_wandb()
+        await env.register_env()
+        await env.get_server_info()
+        reporter = asyncio.create_task(self._report_forever(), name="report metrics")
+        try:
+            while await self._turn():
+                await self._pause()
+        finally:
+            reporter.cancel()
+            await self._finish()
+
+    async def _turn(self) -> bool:
+        """One round of the loop; False when the work is done."""
+        env = self.env
+        watch = Stopwatch()
+        await self._refresh_status()
+        await env.env_step_checks()
+        if self._is_finished():
+            return False
+        if self._may_start():
+            await env.add_train_workers()
+        self._cancel_overdue()
+        _append(env.mainloop_timings, watch.seconds)
+        env.last_loop_time = time.time()
+        return True
+
+    async def _pause(self) -> None:
+        """Sleep until a group ends, at most until the next look at the rollout server."""
+        self.wake.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.wake.wait(), timeout=STATUS_INTERVAL_S)
+
+    async def _finish(self) -> None:
+        """Stop rollouts that are no longer needed; groups on their way to the rollout server still arrive."""
+        env = self.env
+        self.cancel_running()
+        sending = {worker for worker in env.workers if not worker.done()}
+        if sending:
+            _, late = await asyncio.wait(sending, timeout=FINISH_TIMEOUT_S)
+            for worker in late:
+                worker.cancel()
+        if env.eval_runner is not None and not env.eval_runner.done():
+            env.eval_runner.cancel()
+        if env.jsonl_writer is not None:
+            env.jsonl_writer.close()
+        with suppress(*UNREACHABLE, AtroposError, asyncio.CancelledError):
+            await asyncio.wait_for(self._say_goodbye(), timeout=STATUS_TIMEOUT_S)
+        await env.rollout_client.aclose()
+
+    async def _say_goodbye(self) -> None:
+        await self.report()
+        await self.env.rollout_client.disconnect()
+
+    def _is_finished(self) -> bool:
+        config = self.env.config
+        return is_finished(
+            self.status(), group_size=config.group_size, batch_size=config.batch_size, total_steps=config.total_steps
+        )
+
+    def _may_start(self) -> bool:
+        env = self.env
+        if time.monotonic() < self._start_again_at or len(env.workers) >= env.max_num_workers:
+            return False
+        return allowed_workers(self.limits(), self.status()) > 0
+
+    # ------------------------------------------------------------------ rollout server
+
+    async def register(self) -> None:
+        """Register, waiting for the rollout server and for the trainer as long as it takes."""
+        env = self.env
+        wait_s = 0.5
+        while True:
+            try:
+                reply = await env._register_env()
+            except UNREACHABLE as error:
+                self._note_unreachable(error)
+                await asyncio.sleep(wait_s)
+                wait_s = min(wait_s * 2, MAX_BACKOFF_S)
+                continue
+            if reply.get("status") == "success":
+                break
+            logger.info("waiting for the trainer at %s: %s", env.config.rollout_server_url, reply.get("status"))
+            await asyncio.sleep(1.0)
+        self._note_reachable()
+        self._adopt_registration(reply)
+
+    def _adopt_registration(self, reply: dict[str, Any]) -> None:
+        env = self.env
+        env.env_id = reply["env_id"]
+        env.checkpoint_dir = reply.get("checkpoint_dir") or env.checkpoint_dir
+        env.checkpoint_interval = reply.get("checkpoint_interval", env.checkpoint_interval)
+        if self._registered_before:  # same process, restarted rollout server: name, step and state go on
+            return
+        self._registered_before = True
+        env.wandb_prepend = reply.get("wandb_name") or env.display_name
+        env.curr_step = int(reply.get("starting_step", 0))
+        if env.config.total_steps == -1:
+            env.config.total_steps = int(reply.get("num_steps", -1))
+            if env.config.total_steps == -1:
+                raise ConfigError("total_steps is -1 and the trainer announces no number of steps; set total_steps")
+        logger.info("registered as %s (id %s) at step %s", env.wandb_prepend, env.env_id, env.curr_step)
+        if env.curr_step > 0:
+            env.load_checkpoint()
+
+    async def wait_for_wandb_info(self) -> dict[str, Any]:
+        """The trainer's wandb project and group, as soon as a trainer has registered."""
+        while True:
+            try:
+                info = await self.env.rollout_client.wandb_info()
+            except UNREACHABLE as error:
+                self._note_unreachable(error)
+            else:
+                self._note_reachable()
+                if info.get("project") is not None:
+                    return info
+                logger.info("waiting for the trainer at %s to register", self.env.config.rollout_server_url)
+            await asyncio.sleep(1.0)
+
+    async def _refresh_status(self) -> None:
+        """Ask for the state when the last answer is old; an absent server is waited for, a new one joined."""
+        env = self.env
+        if time.monotonic() - self._status_at < STATUS_INTERVAL_S and env.status_dict is not None:
+            return
+        sent = env.statistics.num_groups_sent
+        try:
+            await asyncio.wait_for(env.get_status(), timeout=STATUS_TIMEOUT_S)
+            if env.config.batch_size == -1:
+                await env.get_server_info()
+        except RolloutRejectedError as error:
+            logger.warning("the rollout server does not know this environment any more (%s); registering again", error)
+            await env.register_env()
+            await env.get_server_info()
+        except UNREACHABLE as error:
+            self._note_unreachable(error)
+            if env.status_dict is None:
+                env.status_dict = {"current_step": env.curr_step, "queue_size": 0}
+        else:
+            self._note_reachable()
+            self._sent_at_status = sent
+        self._status_at = time.monotonic()
+
+    def _note_unreachable(self, error: BaseException) -> None:
+        if self._unreachable_since is None:
+            self._unreachable_since = time.monotonic()
+            logger.warning(
+                "the rollout server at %s does not answer (%s: %s); finished groups are kept and sent when it is back",
+                self.env.config.rollout_server_url,
+                type(error).__name__,
+                error,
+            )
+
+    def _note_reachable(self) -> None:
+        if self._unreachable_since is not None:
+            logger.info("the rollout server is back after %.1f s", time.monotonic() - self._unreachable_since)
+            self._unreachable_since = None
+
+    def status(self) -> QueueStatus:
+        """The last known state plus what was sent since."""
+        env = self.env
+        known = QueueStatus.from_reply(env.status_dict or {})
+        sent = env.statistics.num_groups_sent - self._sent_at_status
+        return replace(known, queue_size=known.queue_size + sent, self_queue_size=known.self_queue_size + sent)
+
+    def limits(self) -> BudgetLimits:
+        """The settings that bound the work, as they are now."""
+        config = self.env.config
+        return BudgetLimits(
+            group_size=config.group_size,
+            batch_size=config.batch_size,
+            max_num_workers=self.env.max_num_workers,
+            max_batches_offpolicy=config.max_batches_offpolicy,
+            min_batch_allocation=config.min_batch_allocation,
+            ignores_share=config.inference_weight < 0,
+        )
+
+    async def report(self) -> None:
+        """Send the environment's metrics for the live page."""
+        env = self.env
+        metrics = env.statistics.report(num_workers=len(env.workers), num_backlog=len(env.backlog))
+        await env.rollout_client.report(f"env:{env.wandb_prepend or env.display_name}", env.curr_step, metrics)
+
+    async def _report_forever(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            try:
+                await self.env.rollout_client.heartbeat()
+                await self.report()
+            except (*UNREACHABLE, AtroposError) as error:
+                logger.debug("metrics not reported: %s", error)
+
+    # ------------------------------------------------------------------ step boundaries
+
+    async def check_step(self) -> None:
+        """Evaluate, save and log when the trainer's step moved on."""
+        env = self.env
+        new_step = self.status().current_step
+        if self._eval_is_due and not self.is_evaluating():
+            self.start_evaluation()
+        if new_step == env.curr_step:
+            return
+        if crosses_boundary(env.curr_step, new_step, env.config.steps_per_eval):
+            if self.is_evaluating():
+                logger.warning(
+                    "evaluation due at step %d while the last one still runs; it starts when that ends", new_step
+                )
+                self._eval_is_due = True
+            else:
+                self.start_evaluation()
+        if crosses_boundary(env.curr_step, new_step, env.checkpoint_interval):
+            self._save(new_step // env.checkpoint_interval * env.checkpoint_interval)
+        env.curr_step = new_step
+        if env.items_sent_this_step >= env.config.min_items_sent_before_logging:
+            env.items_sent_this_step = 0
+            await self._log()
+
+    def _save(self, step: int) -> None:
+        try:
+            self.env.save_checkpoint(step)
+        except Exception as error:  # user code: its failure is shown, the loop goes on
+            self.env.statistics.failures.record("save_checkpoint", error)
+
+    async def _log(self) -> None:
+        try:
+            await self.env.wandb_log({})
+        except Exception as error:  # user code or wandb: its failure is shown, the loop goes on
+            self.env.statistics.failures.record("wandb_log", error)
+
+    def is_evaluating(self) -> bool:
+        """True while an evaluation runs."""
+        return self.env.eval_runner is not None and not self.env.eval_runner.done()
+
+    def start_evaluation(self) -> None:
+        """Start ``evaluate()``; under STOP_TRAIN the running rollouts make room."""
+        self._eval_is_due = False
+        self.env.eval_runner = asyncio.create_task(self._evaluate(), name="evaluate")
+        if self.env.config.eval_handling == EvalHandlingEnum.STOP_TRAIN:
+            self.cancel_running()
+
+    async def _evaluate(self) -> Any:
+        try:
+            return await self.env.evaluate()
+        except Exception as error:  # user code: counted and shown, training goes on
+            self.env.statistics.failures.record("evaluate", error)
+            return None
+        finally:
+            self.wake.set()
+
+    # ------------------------------------------------------------------ workers
+
+    async def add_workers(self) -> None:
+        """Start groups while the budget allows; running ones are left alone."""
+        env = self.env
+        cap = None
+        if self.is_evaluating():
+            if env.config.eval_handling == EvalHandlingEnum.STOP_TRAIN:
+                return
+            if env.config.eval_handling == EvalHandlingEnum.LIMIT_TRAIN:
+                cap = eval_cap(env.max_num_workers, env.config.eval_limit_ratio)
+        allowed = allowed_workers(self.limits(), self.status(), cap=cap)
+        if env.curr_step != 0 or env.workers:
+            _append(env.workers_added_list, allowed - len(env.workers))
+        while len(env.workers) < allowed:
+            item = await self._next_item()
+            if item is None:
+                break
+            self.start_worker(item)
+
+    async def _next_item(self) -> Any:
+        """The oldest item of the backlog, else a new one; None when there is nothing now."""
+        if self.env.backlog:
+            return self.env.backlog.pop(0)
+        try:
+            return await self.env.get_next_item()
+        except Exception as error:  # user code: counted and shown, tried again after a pause
+            self.env.statistics.failures.record("get_next_item", error)
+            self._back_off()
+            return None
+
+    def start_worker(self, item: Any) -> str:
+        """Begin a group for ``item``; returns its uuid."""
+        env = self.env
+        item_uuid = str(uuid.uuid4())
+        worker = asyncio.create_task(env.handle_env(item_uuid), name=f"group {item_uuid}")
+        env.running_items[item_uuid] = {"item": item, "worker": worker, "start_time": time.time()}
+        env.workers.add(worker)
+
+        def ended(task: asyncio.Task[Any]) -> None:
+            env.workers.discard(task)
+            if not task.cancelled():
+                error = task.exception()
+                if error is not None:
+                    env.statistics.failures.record("handle_env", error)
+                elif task.result():
+                    env.last_completed_item = item
+            self.wake.set()
+
+        worker.add_done_callback(ended)
+        return item_uuid
+
+    async def run_item(self, item_uuid: str) -> Any:
+        """One group from item to rollout server: collect, postprocess, send, clean up."""
+        env = self.env
+        item = env.running_items[item_uuid]["item"]
+        watch = Stopwatch()
+        result = await self._collect(item)
+        if result:
+            result = await self._postprocess(result)
+        env.running_items.pop(item_uuid, None)
+        self._tried_again.pop(id(item), None)
+        _append(env.task_duration, watch.seconds)
+        env.task_successful.append(int(result is not None))
+        del env.task_successful[:-TIMINGS_KEPT]
+        if result is not None:
+            env.statistics.recent_seconds.append(watch.seconds)
+            _append(env.succeeded_task_duration, watch.seconds)
+            try:
+                await env.handle_send_to_api(result, item)
+            except Exception as error:  # user code (overrides, add_rollouts_for_wandb): counted and shown
+                env.statistics.failures.record("handle_send_to_api", error)
+        else:
+            _append(env.failed_task_duration, watch.seconds)
+        await env.cleanup()
+        return result
+
+    async def _collect(self, item: Any) -> Any:
+        env = self.env
+        try:
+            with record_policy_versions() as versions:
+                result, backlog = await env.collect_trajectories(item)
+        except InferenceUnavailableError as error:  # not the item's fault: it is done when a server is back
+            env.statistics.failures.record("inference_unavailable", error)
+            env.backlog.append(item)
+            self._back_off()
+            return None
+        except Exception as error:  # user code: counted and shown, never a score
+            env.statistics.failures.record("collect_trajectories", error)
+            self._back_off()
+            return None
+        self._failures_in_a_row = 0
+        env.backlog.extend(backlog or [])
+        groups.add_policy_versions(result, versions)
+        return result
+
+    async def _postprocess(self, result: Any) -> Any:
+        processed = self.env.postprocess_histories(result)
+        try:
+            return await processed if inspect.isawaitable(processed) else processed
+        except Exception as error:  # user code: counted and shown, never a score
+            self.env.statistics.failures.record("postprocess_histories", error)
+            return None
+
+    def _back_off(self) -> None:
+        """After many failures in a row new groups wait a little, longer each time."""
+        self._failures_in_a_row += 1
+        excess = self._failures_in_a_row - max(4, self.env.max_num_workers)
+        if excess >= 0:
+            self._start_again_at = time.monotonic() + min(MAX_BACKOFF_S, 0.25 * 2 ** min(excess, 8))
+
+    def cancel_running(self) -> None:
+        """Cancel every rollout in the making; its item goes to the front of the backlog. Groups being sent go on."""
+        env = self.env
+        records = sorted(env.running_items.values(), key=lambda record: record["start_time"])
+        env.running_items.clear()
+        env.backlog[:0] = [record["item"] for record in records]
+        for record in records:
+            self._cancel(record)
+
+    def _cancel(self, record: dict[str, Any]) -> None:
+        self.env.statistics.num_worker_cancellations += 1
+        worker = record["worker"]
+        if worker is not None:
+            worker.cancel()
+            self.env.workers.discard(worker)
+
+    def _cancel_overdue(self) -> None:
+        """Cancel groups older than ``worker_timeout``; their item is tried once more, then given up."""
+        env = self.env
+        if env.config.worker_timeout <= 0:
+            return
+        now = time.time()
+        overdue = [
+            key for key, record in env.running_items.items() if now - record["start_time"] > env.config.worker_timeout
+        ]
+        for item_uuid in overdue:
+            record = env.running_items.pop(item_uuid)
+            item = record["item"]
+            env.statistics.num_timeouts += 1
+            again = id(item) not in self._tried_again
+            logger.warning(
+                "a group took longer than worker_timeout=%s s; %s",
+                env.config.worker_timeout,
+                "its item is tried once more" if again else "its item is given up",
+            )
+            if again:
+                self._tried_again[id(item)] = item
+                env.backlog.append(item)
+            else:
+                del self._tried_again[id(item)]
+            self._cancel(record)
+
+
+def _append(values: list[float], value: float) -> None:
+    """Append and forget the oldest entries beyond a bound: nobody may read these lists."""
+    values.append(value)
+    if len(values) > TIMINGS_KEPT:
+        del values[: TIMINGS_KEPT // 2]

@@ -1,0 +1,182 @@
+"""``ProcessRunner``: make a number of groups and write them to a file, with a progress bar and a page at the end.
+
+Groups are made concurrently up to the environment's worker limit. A failure costs one item: it is counted, shown
+once per kind, and the next item is taken. Only groups that were really written count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atroposlib.envs import env_metrics, groups
+from atroposlib.envs.server_handling.policy_versions import record_policy_versions
+from atroposlib.errors import AtroposError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from atroposlib.envs.base import BaseEnv
+
+logger = logging.getLogger(__name__)
+MIN_FRUITLESS = 20
+"""Items in a row without a group before the run gives up (or five rounds of workers, if that is more)."""
+
+
+class ProcessRunner:
+    """Makes ``n_groups_to_process`` groups of one environment.
+
+    Example: ``await ProcessRunner(env).run()``
+    """
+
+    def __init__(self, env: BaseEnv) -> None:
+        self.env = env
+        self.no_more_items = False
+        self.fruitless = 0
+        self.written = 0
+
+    async def run(self) -> None:
+        """Make the groups, close the file, write the page; an error when not one group came out."""
+        env = self.env
+        await env.setup()
+        self._start_wandb()
+        env.curr_step = 0
+        env.config.group_size = env.group_size_to_process or env.config.group_size
+        try:
+            with _progress_bar() as progress:
+                await self._make_groups(progress, progress.add_task("groups", total=env.n_groups_to_process))
+        finally:
+            if env.jsonl_writer is not None:
+                env.jsonl_writer.close()
+        self._write_page()
+        self._judge()
+
+    def _start_wandb(self) -> None:
+        env = self.env
+        if env.config.use_wandb:
+            env.config.use_wandb = env_metrics.start_wandb(
+                name=env_metrics.run_name(env.name or env.display_name),
+                project=None,
+                group=None,
+                config=env.config.model_dump(mode="json"),
+            )
+
+    async def _make_groups(self, progress: Progress, bar: TaskID) -> None:
+        env = self.env
+        limit = max(1, env.max_num_workers)
+        try:
+            while True:
+                await self._start_workers(limit)
+                if not env.workers:
+                    return
+                done, _ = await asyncio.wait(env.workers, return_when=asyncio.FIRST_COMPLETED)
+                env.workers -= done
+                for worker in done:
+                    await self._settle(worker)
+                progress.update(bar, completed=self.written)
+        finally:
+            for worker in env.workers:
+                worker.cancel()
+
+    async def _start_workers(self, limit: int) -> None:
+        env = self.env
+        while len(env.workers) < min(limit, env.n_groups_to_process - self.written) and not self._gives_up():
+            item = await self._next_item()
+            if item is None:
+                return
+            env.workers.add(asyncio.create_task(self._make_group(item)))
+
+    async def _next_item(self) -> Any:
+        env = self.env
+        if env.backlog:
+            return env.backlog.pop(0)
+        if self.no_more_items:
+            return None
+        try:
+            item = await env.get_next_item()
+        except Exception as error:  # user code: counted and shown; a stream that keeps failing ends the run
+            env.statistics.failures.record("get_next_item", error)
+            self.fruitless += 1
+            return None
+        self.no_more_items = item is None
+        return item
+
+    async def _make_group(self, item: Any) -> int:
+        """Groups of ``item`` that passed the checks and were written."""
+        env = self.env
+        with record_policy_versions() as versions:
+            result, backlog = await env.collect_trajectories(item)
+        env.backlog.extend(backlog or [])
+        groups.add_policy_versions(result, versions)
+        if result:
+            result = await env.postprocess_histories(result)
+        written = 0
+        for group in result if isinstance(result, list) else [result]:
+            if group:
+                before = env.statistics.num_groups_accepted
+                await env.handle_send_to_api(group, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False)
+                written += int(env.statistics.num_groups_accepted > before)
+        await env.cleanup()
+        return written
+
+    async def _settle(self, worker: asyncio.Task[Any]) -> None:
+        env = self.env
+        error = worker.exception()
+        if error is not None:
+            env.statistics.failures.record("collect_trajectories", error)
+        written = 0 if error is not None else worker.result()
+        if not written:
+            self.fruitless += 1
+            return
+        self.fruitless = 0
+        self.written += written
+        try:
+            await env.wandb_log()
+        except Exception as failure:  # user code or wandb: shown, the data is safe already
+            env.statistics.failures.record("wandb_log", failure)
+        env.curr_step += 1
+
+    def _gives_up(self) -> bool:
+        return self.fruitless >= max(MIN_FRUITLESS, 5 * self.env.max_num_workers)
+
+    def _write_page(self) -> None:
+        path = self.env.config.data_path_to_save_groups
+        if path and self.written:
+            from atroposlib.frontend.jsonl2html import generate_html
+
+            generate_html(path, str(Path(path).with_suffix(".html")))
+            logger.info("%d groups in %s, page in %s", self.written, path, Path(path).with_suffix(".html"))
+
+    def _judge(self) -> None:
+        env = self.env
+        if self.written >= env.n_groups_to_process:
+            return
+        causes = {**env.statistics.rejected, **env.statistics.failures.counts}
+        summary = "; ".join(f"{cause}: {count}" for cause, count in causes.items()) or "get_next_item returned None"
+        message = f"{self.written} of {env.n_groups_to_process} groups made ({summary})"
+        if self.written == 0 and env.n_groups_to_process > 0:
+            raise AtroposError(f"{message}; nothing was written, see the first error above")
+        logger.warning("%s", message)
+
+
+def _progress_bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(stderr=True))
