@@ -11,7 +11,7 @@ from atroposlib.envs.server_handling.tool_formats import parse_tool_calls
 from atlaslib.engine import openai_protocol as wire
 from atlaslib.engine.openai_protocol import ParsedRequest
 from atlaslib.engine.sequence import Completion
-from atlaslib.engine.text_stream import TextStream
+from atlaslib.engine.text import TextStream
 
 
 class ReplyWriter:
@@ -166,7 +166,7 @@ class StreamWriter:
         self.head = wire.reply_head("chat.completion.chunk" if chat else "text_completion", writer.model_name)
         count = parsed.params.n * len(parsed.prompt_ids)
         self.streams = [
-            TextStream(writer.tokenizer, stop=parsed.params.stop, skip_special_tokens=parsed.params.skip_special_tokens)
+            TextStream(writer.tokenizer, stops=parsed.params.stop, skip_special=parsed.params.skip_special_tokens)
             for _ in range(count)
         ]
 
@@ -178,7 +178,8 @@ class StreamWriter:
 
     def part(self, index: int, part: Completion) -> Iterator[dict[str, Any]]:
         """The chunk for newly sampled tokens; with tools offered, text waits until it is known not to be a call."""
-        delta = self.streams[index].add(part.token_ids)
+        self.streams[index].push(part.token_ids)
+        delta = self.streams[index].take(final=False)
         logprobs = self.writer.chat_logprobs(self.parsed, part) if self.chat else None
         if self.parsed.tools and self.chat:
             return
@@ -195,7 +196,7 @@ class StreamWriter:
 
     def _end_of(self, index: int, completion: Completion, versions: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if not self.chat:
-            rest = self.streams[index].finish(self.writer.text(self.parsed, completion))
+            rest = self.streams[index].take(final=True)
             yield self._chunk(index, rest, reason=completion.finish_reason) | versions
             return
         message, reason = self.writer.message(self.parsed, completion)
@@ -205,7 +206,7 @@ class StreamWriter:
             if message["content"]:
                 delta["content"] = message["content"]
         else:
-            rest = self.streams[index].finish(message["content"])
+            rest = self.streams[index].take(final=True)
             if rest:
                 delta["content"] = rest
         if delta:
