@@ -21,3 +21,19 @@ class EngineMemoryError(ConfigError):
 
 class EngineStoppedError(AtroposError):
     """The engine thread ended before the request did."""
+
+
+class ScoredGroupError(AtroposError, ValueError):
+    """A group of rollouts cannot become training samples."""
+
+
+class RolloutTimeoutError(AtroposError, TimeoutError):
+    """No batch came in time; says who is waited for."""
+
+
+class SamplerError(AtroposError, RuntimeError):
+    """A sampler failed, or does not carry the weights it should."""
+
+
+class CheckpointError(AtroposError, RuntimeError):
+    """A checkpoint is missing or incomplete."""

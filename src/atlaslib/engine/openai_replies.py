@@ -6,8 +6,6 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from atroposlib.envs.server_handling.tool_formats import parse_tool_calls
-
 from atlaslib.engine import openai_protocol as wire
 from atlaslib.engine.openai_protocol import ParsedRequest
 from atlaslib.engine.sequence import Completion
@@ -90,6 +88,8 @@ class ReplyWriter:
         """The assistant message and its finish reason; tool calls are taken out of the text when tools were offered."""
         text = self.text(parsed, completion)
         if parsed.tools:
+            from atroposlib.envs.server_handling.tool_formats import parse_tool_calls
+
             content, calls = parse_tool_calls(text, self.tool_format)
             if calls:
                 tool_calls = [

@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
-from atlaslib.engine.async_engine import EngineThread
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from atlaslib.engine import openai_protocol as wire
+from atlaslib.engine.engine_thread import EngineThread
 from atlaslib.engine.openai_protocol import LogprobsMode, ParsedRequest, RequestError
 from atlaslib.engine.openai_replies import ReplyWriter
 from atlaslib.engine.sequence import Completion
@@ -188,8 +188,7 @@ class PolicyService:
 
     def abort(self, futures: list[Future[list[Completion]]]) -> None:
         for future in futures:
-            if not future.done():
-                self.thread.abort(future)
+            if future.cancel():
                 self.metrics.aborted += 1
 
     async def sample(self, request: Request, parsed: ParsedRequest) -> list[Completion]:
@@ -311,7 +310,8 @@ def create_app(
             futures = [engine_thread.submit_score(ids, temperature=temperature) for ids in sequences]
         except AtroposError as error:
             raise RequestError(str(error), param="token_ids") from error
-        logprobs = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
+        scored = await asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
+        logprobs = [completions[0].prompt_logprobs for completions in scored]
         return JSONResponse(
             {"object": "score", "model": model_name, "logprobs": logprobs, "policy_version": service.engine.version}
         )
@@ -329,7 +329,7 @@ def create_app(
 
     @app.get("/health")
     async def health() -> Response:
-        alive = engine_thread.is_alive()
+        alive = engine_thread.alive
         state = {
             "status": "ok" if alive else "the engine's loop has stopped",
             "model": model_name,
@@ -353,7 +353,9 @@ def prometheus(service: PolicyService) -> str:
         "prompt_tokens_total": metrics.prompt_tokens,
         "generated_tokens_total": metrics.generated_tokens,
         "aborted_total": metrics.aborted,
-        **service.engine.stats(),
+        "running_samples": len(service.engine.scheduler.running),
+        "waiting_samples": len(service.engine.scheduler.waiting),
+        "sampled_tokens_total": service.engine.num_tokens,
     }
     lines = [f"atropos_engine_{name} {value}" for name, value in gauges.items()]
     lines += [

@@ -1,0 +1,281 @@
+"""The engine: requests in, completions out, sampled from the very module the trainer optimises.
+
+    generate / EngineThread.submit ──▶ inbox ──▶ Scheduler ──plan──▶ ModelRunner ──logits──▶ sampling ──▶ SlotTable ──▶ Completion
+                                                   ▲    blocks                    keys and values            │
+                                                   └────────────── finished, preempted, forked ◀─────────────┘
+
+One lock guards the model: a step holds it, and so does `updating()` while an optimizer writes, so no token is ever
+sampled from half-written weights. `step()` is the table of contents; everything else is one call away.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from atlaslib.engine.block_manager import BlockManager
+from atlaslib.engine.config import EngineConfig, SamplingParams
+from atlaslib.engine.model_runner import ModelRunner, Prefilled
+from atlaslib.engine.output import Ending, Outputs, collect_scores, note_top_logprobs
+from atlaslib.engine.sampling import Sampled, mix_seed
+from atlaslib.engine.scheduler import DecodePlan, PrefillPlan, Scheduler
+from atlaslib.engine.sequence import Completion, Request, Sequence, SlotTable, TokenCallback
+from atlaslib.engine.support import check_supported, eos_ids, model_length
+from atlaslib.errors import EngineInputError
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Samples from `model` itself; see the module text for the parts and docs/design/engine.md for the reasons."""
+
+    def __init__(self, model: Any, tokenizer: Any = None, config: EngineConfig | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.config = config or EngineConfig()
+        self.version = 0
+        self.num_tokens = 0  # sampled since start
+        self._lock = threading.RLock()
+        self._inbox: deque[Request] = deque()
+        self._cancelled: deque[Request] = deque()
+        self._draining = False
+        self._updating = False
+        self._seeds = np.random.default_rng(self.config.seed) if self.config.seed is not None else None
+        self.attach(model)
+
+    def attach(self, model: Any) -> None:
+        """Sample from `model` from now on (also for weights that moved to new storage); nothing may be running."""
+        with self._lock:
+            check_supported(model)
+            if getattr(self, "scheduler", None) is not None and self.scheduler.busy:
+                raise EngineInputError("attach() needs an idle engine; finish or abort the running requests first")
+            self.model = model
+            config = self.config
+            wanted = min(config.max_model_len or model_length(model), model_length(model))
+            self.runner = ModelRunner(model, config, wanted)
+            self.max_model_len = min(wanted, self.runner.num_blocks * config.block_size)
+            self.blocks = BlockManager(self.runner.num_blocks, config.block_size)
+            self.table = SlotTable(config.max_num_seqs, self.blocks.blocks_for(self.max_model_len), eos_ids(model, self.tokenizer))
+            self.outputs = Outputs(self.table, self.tokenizer)
+            self.scheduler = Scheduler(
+                self.blocks,
+                self.table,
+                max_prefill_tokens=config.max_prefill_tokens or (8192 if self.runner.device.type == "cuda" else 2048),
+                max_model_len=self.max_model_len,
+                prefix_cache=config.prefix_cache,
+            )
+
+    # requests
+
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
+    ) -> list[list[Completion]]:
+        """Completions for every prompt, `params.n` each; blocks until all are there."""
+        settings = params if isinstance(params, list) else [params or SamplingParams()] * len(prompts)
+        if len(settings) != len(prompts):
+            raise EngineInputError(f"{len(prompts)} prompts but {len(settings)} sampling parameters")
+        requests = [self.make_request(prompt, setting) for prompt, setting in zip(prompts, settings, strict=True)]
+        return self._run(requests)
+
+    def score(self, sequences: list[list[int]], *, temperature: float = 1.0) -> list[list[float]]:
+        """Log-prob of token i given the tokens before it, at `temperature`; index 0 is 0.0."""
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        requests = [self.make_request(tokens, params, score_temperature=temperature) for tokens in sequences]
+        return [completions[0].prompt_logprobs or [] for completions in self._run(requests)]
+
+    def make_request(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        on_tokens: TokenCallback | None = None,
+        score_temperature: float | None = None,
+    ) -> Request:
+        """Check a request and give it a seed; `enqueue` then makes it run."""
+        self._check(prompt_ids, params)
+        seed = params.seed
+        if seed is not None:  # prompts that share a seed do not share their random numbers
+            seed = mix_seed(seed, zlib.crc32(np.asarray(prompt_ids, dtype=np.int64).tobytes()))
+        else:
+            seed = int(self._seeds.integers(1 << 62)) if self._seeds is not None else secrets.randbits(62)
+        return Request(list(prompt_ids), params, seed, on_tokens=on_tokens, score_temperature=score_temperature)
+
+    def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
+        if not prompt_ids:
+            raise EngineInputError("the prompt is empty; it needs at least one token")
+        vocab = self.runner.vocab_size
+        for name, ids in (("prompt", prompt_ids), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            low, high = (min(ids), max(ids)) if ids else (0, 0)
+            if low < 0 or high >= vocab:
+                raise EngineInputError(f"{name}: token id {low if low < 0 else high} is outside 0..{vocab - 1}")
+        room = self.max_model_len - len(prompt_ids)
+        if room < (1 if params.max_tokens else 0):
+            raise EngineInputError(
+                f"the prompt has {len(prompt_ids)} tokens, but prompt and reply together may have max_model_len={self.max_model_len}"
+            )
+        if params.stop and self.tokenizer is None:
+            raise EngineInputError("stop strings need a tokenizer: Engine(model, tokenizer)")
+
+    def enqueue(self, request: Request) -> None:
+        """Thread-safe; the request starts with the next step that has room."""
+        self._inbox.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Thread-safe; the request gives its slot back at the next step, its future ends with reason "abort"."""
+        self._cancelled.append(request)
+
+    def _run(self, requests: list[Request]) -> list[list[Completion]]:
+        if self._updating:
+            raise EngineInputError("generate() and score() cannot run inside updating(): the weights are being written")
+        for request in requests:
+            self.enqueue(request)
+        while not all(request.future.done() for request in requests):
+            if not self.step():
+                time.sleep(0.001)  # a drain in another thread holds admissions back
+        return [request.future.result() for request in requests]
+
+    # living weights
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Write weights inside this block; on exit the version is one higher.
+
+        `drain`: running replies end on the old weights first, waiting ones start on the new ones. `in_flight`: running
+        replies pause here and continue with the new weights. Either way no step runs inside the block.
+        """
+        if self.config.update_mode == "drain":
+            self._draining = True
+            while self.scheduler.running or self.scheduler.prefilling:
+                self.step()
+        with self._lock:
+            self._updating = True
+            try:
+                yield
+            finally:
+                self._updating = self._draining = False
+                self.version += 1
+                self._renew_cache()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """No step runs inside this block: for a trainer's forward and backward beside an EngineThread."""
+        with self._lock:
+            yield
+
+    def _renew_cache(self) -> None:
+        """Old keys may not serve new prompts; running ones keep or recompute theirs."""
+        self.blocks.forget_all()
+        if self.config.cached_keys == "recompute":
+            self.scheduler.requeue_all()
+        for seq in (*self.scheduler.running, *self.scheduler.prefilling):
+            seq.cacheable = False
+
+    # the step
+
+    def step(self) -> bool:
+        """Schedule, run, sample, finish. False when there was nothing to do."""
+        with self._lock:
+            self._take_messages()
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return False
+            with self.runner.prepared():
+                if isinstance(plan, PrefillPlan):
+                    self._finish_prefill(plan, self.runner.prefill(plan))
+                else:
+                    logits = self.runner.decode(plan, self.table)
+                    self._finish(plan, self._sample(plan, logits))
+            return True
+
+    def _take_messages(self) -> None:
+        while self._cancelled:
+            self._abort(self._cancelled.popleft())
+        while self._inbox and not self._draining:
+            request = self._inbox.popleft()
+            if not request.future.cancelled():
+                self.scheduler.add(request)
+
+    def _sample(self, plan: DecodePlan, logits: Any) -> Sampled:
+        self.scheduler.launched(plan.slots)
+        return self.runner.sample(logits, plan.slots, plan.at, self.table)
+
+    def _finish_prefill(self, plan: PrefillPlan, result: Prefilled) -> None:
+        """Prompts that are read completely: fork into samples, which sample their first token from one row of logits."""
+        for scored in result.scored:
+            collect_scores(scored)
+        owners: list[Sequence] = []
+        rows: list[int] = []
+        for chunk in plan.chunks:
+            samples = self.scheduler.prefilled(chunk)
+            if samples and chunk.seq.params.max_tokens == 0:
+                for seq in samples:
+                    self._end(seq, 0, Ending("length", None))
+            else:
+                owners += samples
+                rows += [result.finished.index(chunk)] * len(samples) if samples else []
+        self.runner.copy_blocks(self.scheduler.block_copies)
+        self.scheduler.block_copies.clear()
+        if owners:
+            slots = np.array([seq.slot for seq in owners], dtype=np.int64)
+            first = DecodePlan(slots, self.table.length[slots] - 1, self.table.generated[slots].copy())
+            self._finish(first, self._sample(first, result.logits[rows]))
+
+    def _finish(self, plan: DecodePlan, sampled: Sampled) -> None:
+        """Write the results down; end, stream or keep each sample."""
+        columns = [sampled.tokens, sampled.logprobs, sampled.temperature_logprobs, sampled.raw_logprobs]
+        values = [column.cpu().numpy() for column in columns]
+        tokens = values[0]
+        self.num_tokens += len(tokens)
+        self.table.record(plan.slots, plan.at, values, self.version)
+        stopped, too_long = self.table.ended(plan.slots, plan.at, tokens)
+        for row in np.flatnonzero(self.table.watched[plan.slots] | stopped | too_long):
+            seq = self.table.sequences[plan.slots[row]]
+            assert seq is not None
+            count = int(plan.at[row]) + 1
+            if seq.params.logprobs and sampled.top_ids is not None and sampled.top_logprobs is not None:
+                note_top_logprobs(seq, sampled.top_ids[row], sampled.top_logprobs[row])
+            ending = self.outputs.look(seq, count, Ending("stop", int(tokens[row])) if stopped[row] else None)
+            if ending is None and too_long[row]:
+                ending = Ending("length", None)
+            if ending is not None:
+                self._end(seq, count, ending)
+            else:
+                self.outputs.stream(seq, count)
+
+    def _end(self, seq: Sequence, count: int, ending: Ending) -> None:
+        self.outputs.complete(seq, count, ending)
+        self.scheduler.finish(seq, count)
+
+    def _abort(self, request: Request) -> None:
+        """Give back what the request holds; its samples so far become completions with reason "abort"."""
+        if request in self._inbox:
+            self._inbox.remove(request)
+        for seq in request.sequences:
+            if seq.index in request.completions:
+                continue
+            count = int(self.table.generated[seq.slot]) if seq.slot >= 0 else 0
+            self.outputs.complete(seq, count, Ending("abort", None))
+            self.scheduler.abort(seq)
+
+    def stats(self) -> dict[str, float]:
+        """Numbers for a metrics page; cheap, and safe to read from any thread."""
+        used = self.blocks.num_blocks - self.blocks.num_free
+        return {
+            "running": len(self.scheduler.running),
+            "prefilling": len(self.scheduler.prefilling),
+            "waiting": len(self.scheduler.waiting) + len(self._inbox),
+            "tokens_sampled": self.num_tokens,
+            "preemptions": self.scheduler.num_preemptions,
+            "cache_used": used / self.blocks.num_blocks,
+            "prefix_hits": self.blocks.hits,
+            "prefix_lookups": self.blocks.lookups,
+            "policy_version": self.version,
+        }

@@ -1,0 +1,56 @@
+"""How many cache blocks fit, and what to say when too few do."""
+
+from __future__ import annotations
+
+import torch
+
+from atlaslib.engine.attention import LayerShape
+from atlaslib.engine.config import EngineConfig
+from atlaslib.errors import EngineMemoryError
+
+_RESERVE = 1 << 30  # CUDA: left for activations of a prefill step
+
+
+def bytes_per_token(layers: list[LayerShape]) -> int:
+    return sum((s.key_dim + s.value_dim) * s.kv_heads * s.dtype.itemsize for s in layers)
+
+
+def choose_num_blocks(layers: list[LayerShape], config: EngineConfig, max_model_len: int, device: torch.device) -> int:
+    """Blocks the cache gets: as many as can ever be used, as configured, or as memory allows."""
+    block_bytes = bytes_per_token(layers) * config.block_size
+    useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    allowed, source = _allowed_bytes(config, device)
+    fitting = allowed // block_bytes
+    if config.num_blocks is None:
+        num_blocks = min(useful, fitting)
+        if num_blocks < 1:
+            raise EngineMemoryError(
+                f"not even one cache block of {_human(block_bytes)} fits into {_human(allowed)} ({source}); "
+                "free memory or lower block_size"
+            )
+        return num_blocks
+    if device.type == "cuda" and config.num_blocks > fitting:
+        raise EngineMemoryError(
+            f"num_blocks={config.num_blocks} needs {_human(config.num_blocks * block_bytes)}, but {_human(allowed)} "
+            f"is available ({source}): at most num_blocks={fitting} fits ({fitting * config.block_size} tokens)"
+        )
+    return config.num_blocks
+
+
+def _allowed_bytes(config: EngineConfig, device: torch.device) -> tuple[int, str]:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        return max(0, int(free * config.memory_fraction) - _RESERVE), (
+            f"memory_fraction={config.memory_fraction:g} of {_human(free)} free, less {_human(_RESERVE)} for activations"
+        )
+    return config.cpu_cache_bytes, f"cpu_cache_bytes={config.cpu_cache_bytes}"
+
+
+def _human(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

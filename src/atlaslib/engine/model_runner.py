@@ -1,0 +1,226 @@
+"""One forward of the trainer's own module over the packed tokens of a step, and the choice of the next tokens.
+
+Consumes plans of the scheduler, produces device tensors. Owns the key-value cache and the last token of every slot.
+The module is put into eval mode and onto paged attention for the duration of a forward and left as it was found.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlaslib.engine import attention, memory
+from atlaslib.engine.attention import KVCache, LayerShape, Span, StepContext
+from atlaslib.engine.config import EngineConfig
+from atlaslib.engine.output import ScoredRows
+from atlaslib.engine.sampling import RowParams, Sampled, sample, token_logprobs
+from atlaslib.engine.scheduler import Chunk, DecodePlan, PrefillPlan
+from atlaslib.engine.sequence import SlotTable
+
+logger = logging.getLogger(__name__)
+_SMALL_MODEL = 8_000_000  # parameters below which one thread beats several
+
+
+@dataclass(slots=True)
+class Prefilled:
+    """Result of a prefill step: one row of logits per finished prompt, and what was scored on the way."""
+
+    logits: Tensor  # [len(finished), V]
+    finished: list[Chunk]
+    scored: list[ScoredRows]
+
+
+class ModelRunner:
+    """Runs the module; keeps the cache."""
+
+    def __init__(self, model: Any, config: EngineConfig, max_model_len: int) -> None:
+        self.model, self.config = model, config
+        parameter = next(model.parameters())
+        self.device: torch.device = parameter.device
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.threads = self._choose_threads()
+        self.layers = self.record_shapes()
+        self.num_blocks = memory.choose_num_blocks(self.layers, config, max_model_len, self.device)
+        self.cache = KVCache.empty(self.layers, self.num_blocks, config.block_size, self.device)
+        self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
+        self._dummy_mask = torch.zeros(1, 1, 1, 1, device=self.device, dtype=parameter.dtype)
+
+    def _choose_threads(self) -> int | None:
+        if self.device.type != "cpu":
+            return None
+        if self.config.num_threads is not None:
+            return self.config.num_threads
+        return 1 if sum(p.numel() for p in self.model.parameters()) < _SMALL_MODEL else None
+
+    # forward
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """No gradients, eval mode, paged attention, chosen threads; everything restored afterwards."""
+        training = [module for module in self.model.modules() if module.training]
+        threads = torch.get_num_threads()
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(attention.paged_attention(self.model))
+            for module in training:
+                module.__dict__["training"] = False
+            if self.threads is not None and self.threads != threads:
+                torch.set_num_threads(self.threads)
+            try:
+                yield
+            finally:
+                for module in training:
+                    module.__dict__["training"] = True
+                if self.threads is not None and self.threads != threads:
+                    torch.set_num_threads(threads)
+
+    def forward(self, ids: Tensor, positions: Tensor, context: StepContext, keep: Tensor | None) -> Tensor:
+        """Logits [rows, V] of the packed tokens; `keep`: the rows wanted, None for all of them."""
+        with attention.running(context):
+            return self.model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                attention_mask=self._dummy_mask,
+                use_cache=False,
+                logits_to_keep=0 if keep is None else keep,
+            ).logits[0]
+
+    def record_shapes(self) -> list[LayerShape]:
+        """What each layer stores per token, learned from a forward of two tokens."""
+        recorded: dict[int, LayerShape] = {}
+        self._dummy_mask = torch.zeros(1, 1, 1, 1, device=self.device)
+        ids = torch.zeros(2, dtype=torch.int64, device=self.device)
+        context = StepContext(cache=KVCache([], [], 1), slots=ids, recorded=recorded)
+        with self.prepared():
+            self.forward(ids, torch.arange(2, device=self.device), context, None)
+        return [recorded[layer] for layer in sorted(recorded)]
+
+    # steps
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        self.cache.copy_blocks(pairs)
+
+    def prefill(self, plan: PrefillPlan) -> Prefilled:
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[np.ndarray[Any, Any]] = []
+        spans: list[Span] = []
+        keep: list[int] = []
+        for chunk in plan.chunks:
+            row, count = len(ids), chunk.end - chunk.start
+            place = np.arange(chunk.start, chunk.end)
+            blocks = np.array(chunk.seq.blocks, dtype=np.int64)
+            slots.append(blocks[place // self.config.block_size] * self.config.block_size + place % self.config.block_size)
+            used = blocks[: -(-chunk.end // self.config.block_size)]
+            spans.append(Span(row, count, chunk.start, torch.from_numpy(used).to(self.device)))
+            ids += chunk.seq.tokens[chunk.start : chunk.end]
+            positions += range(chunk.start, chunk.end)
+            if chunk.seq.request.wants_prompt_logprobs:
+                keep += range(row, row + count)
+            elif chunk.last:
+                keep.append(row + count - 1)
+        context = StepContext(cache=self.cache, slots=torch.from_numpy(np.concatenate(slots)).to(self.device), spans=spans)
+        self.customise(context)
+        kept = torch.tensor(keep, dtype=torch.int64, device=self.device)
+        logits = self.forward(self._to_device(ids), self._to_device(positions), context, kept)
+        return self._split(plan, logits)
+
+    def _split(self, plan: PrefillPlan, logits: Tensor) -> Prefilled:
+        """Kept rows back to their chunks: prompt log-probs, and the last row of each finished prompt."""
+        row = 0
+        last_rows: list[int] = []
+        finished: list[Chunk] = []
+        scored: list[ScoredRows] = []
+        for chunk in plan.chunks:
+            if chunk.seq.request.wants_prompt_logprobs:
+                targets = chunk.seq.tokens[chunk.start + 1 : chunk.end + 1]
+                scored.append(self._score(chunk, logits[row : row + len(targets)], targets))
+                row += chunk.end - chunk.start
+            elif chunk.last:
+                row += 1
+            if chunk.last:
+                finished.append(chunk)
+                last_rows.append(row - 1)
+        return Prefilled(logits[self._to_device(last_rows)], finished, scored)
+
+    def _score(self, chunk: Chunk, logits: Tensor, targets: list[int]) -> ScoredRows:
+        request = chunk.seq.request
+        temperature = 1.0 if request.score_temperature is None else request.score_temperature
+        logprobs = token_logprobs(logits, self._to_device(targets), temperature)
+        tops = request.params.prompt_logprobs or 0
+        if not tops:
+            return ScoredRows(request, chunk.start + 1, logprobs, None, None)
+        values, ids = torch.log_softmax(logits.float(), dim=-1).topk(min(tops, logits.shape[1]), dim=-1)
+        return ScoredRows(request, chunk.start + 1, logprobs, ids, values)
+
+    def decode(self, plan: DecodePlan, table: SlotTable) -> Tensor:
+        """Logits [B, V] for one more token of every slot of the plan."""
+        size = self.config.block_size
+        width = int(plan.positions.max()) // size + 1
+        tables = table.block_tables[plan.slots, :width]
+        last_block = tables[np.arange(len(plan.slots)), plan.positions // size].astype(np.int64)
+        context = StepContext(
+            cache=self.cache,
+            slots=torch.from_numpy(last_block * size + plan.positions % size).to(self.device),
+            tables=torch.from_numpy(tables).to(self.device),
+            lengths=torch.from_numpy(plan.positions + 1).to(self.device),
+        )
+        self.customise(context)
+        slots = torch.from_numpy(plan.slots).to(self.device)
+        return self.forward(self.last_tokens[slots], torch.from_numpy(plan.positions).to(self.device), context, None)
+
+    def customise(self, context: StepContext) -> None:
+        """Another attention implementation, where there is one."""
+
+    # sampling
+
+    def sample(self, logits: Tensor, slots: np.ndarray[Any, Any], at: np.ndarray[Any, Any], table: SlotTable) -> Sampled:
+        """Choose a token per row and remember it as the slot's last token."""
+        sampled = sample(logits, self.row_params(slots, at, table))
+        self.last_tokens[torch.from_numpy(slots).to(self.device)] = sampled.tokens
+        return sampled
+
+    def row_params(self, slots: np.ndarray[Any, Any], at: np.ndarray[Any, Any], table: SlotTable) -> RowParams:
+        temperature = table.temperature[slots]
+        params = RowParams(
+            temperatures=torch.from_numpy(temperature).to(self.device),
+            seeds=torch.from_numpy(table.seed[slots]).to(self.device),
+            counters=torch.from_numpy(at).to(self.device),
+            plain=bool(table.plain[slots].all()),
+            unit_temperature=bool((temperature == 1.0).all()),
+            any_greedy=bool((temperature == 0.0).any()),
+        )
+        return params if params.plain else self._shaping(params, slots, at, table)
+
+    def _shaping(
+        self, params: RowParams, slots: np.ndarray[Any, Any], at: np.ndarray[Any, Any], table: SlotTable
+    ) -> RowParams:
+        rows = [table.sequences[slot] for slot in slots]
+        settings = [seq.params for seq in rows if seq is not None]
+
+        def column(name: str, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([getattr(s, name) for s in settings], dtype=dtype, device=self.device)
+
+        params.top_ks = column("top_k", torch.int64)
+        params.top_ps, params.min_ps = column("top_p", torch.float32), column("min_p", torch.float32)
+        params.biases = [s.logit_bias for s in settings]
+        params.num_top = max(s.logprobs for s in settings)
+        if any(s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty for s in settings):
+            params.repetition = column("repetition_penalty", torch.float32)
+            params.presence = column("presence_penalty", torch.float32)
+            params.frequency = column("frequency_penalty", torch.float32)
+            params.prompt_tokens = [seq.request.prompt_ids for seq in rows if seq is not None]
+            params.reply_tokens = [
+                table.out[0][slot, :count].tolist() for slot, count in zip(slots, at, strict=True)
+            ]
+        return params
+
+    def _to_device(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)

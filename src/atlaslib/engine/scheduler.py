@@ -1,0 +1,265 @@
+"""Who runs in the next step: continuous batching with chunked prefill, group forks and preemption by recompute.
+
+A step either reads prompts (up to `max_prefill_tokens` of them, in chunks) or decodes one token of every running
+sample. While both kinds of work exist they alternate, so a long prompt does not stall running replies. The samples
+of a request are one sequence until the prompt is read; then they fork: full blocks are shared, the last partial one
+is copied. When the cache is full, the youngest sample gives its blocks back and is read again later, reply included.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from atlaslib.engine.block_manager import BlockManager
+from atlaslib.engine.sequence import Request, Sequence, SlotTable
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens [start, end) of one sequence that a prefill step reads."""
+
+    seq: Sequence
+    start: int
+    end: int
+
+    @property
+    def last(self) -> bool:
+        return self.end == len(self.seq.tokens)
+
+
+@dataclass(slots=True)
+class PrefillPlan:
+    chunks: list[Chunk]
+
+
+@dataclass(slots=True)
+class DecodePlan:
+    slots: np.ndarray[Any, Any]  # int64 [B]
+    positions: np.ndarray[Any, Any]  # int64 [B], of the token that goes in
+    at: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # reply index of the result
+
+
+Plan = PrefillPlan | DecodePlan
+
+
+class Scheduler:
+    """Queues, block ownership, and the next plan."""
+
+    def __init__(self, blocks: BlockManager, table: SlotTable, *, max_prefill_tokens: int, max_model_len: int, prefix_cache: bool) -> None:
+        self.blocks, self.table = blocks, table
+        self.max_prefill_tokens, self.max_model_len, self.prefix_cache = max_prefill_tokens, max_model_len, prefix_cache
+        self.waiting: deque[Sequence] = deque()  # the first sample of a request stands for all of them
+        self.prefilling: list[Sequence] = []
+        self.running: list[Sequence] = []  # decoding, oldest first
+        self.block_copies: list[tuple[int, int]] = []  # (from, to), done by the runner before the next step
+        self.num_preemptions = 0
+        self._decoded_last = True
+        self._slots: np.ndarray[Any, Any] | None = None  # slots of `running`, rebuilt when membership changes
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request.sequences[0])
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.prefilling or self.running)
+
+    @property
+    def stable(self) -> bool:
+        """The next plan can only be: decode the same running samples again."""
+        return not self.prefilling and not (self.waiting and self.table.free) and bool(self.running)
+
+    def schedule(self) -> Plan | None:
+        """The next step, or None when there is nothing to do."""
+        if self.running and not self._decoded_last:
+            plan = self._decode()
+            if plan is not None:
+                return plan
+        prefill = self._prefill()
+        if prefill is not None:
+            self._decoded_last = False
+            return prefill
+        return self._decode() if self.running else None
+
+    # prefill
+
+    def _prefill(self) -> PrefillPlan | None:
+        budget = self.max_prefill_tokens
+        chunks: list[Chunk] = []
+        for seq in self.prefilling:
+            if budget > 0:
+                budget -= self._add_chunk(chunks, seq, budget)
+        while self.waiting and budget > 0 and self._admit(self.waiting[0]):
+            seq = self.waiting.popleft()
+            self.prefilling.append(seq)
+            budget -= self._add_chunk(chunks, seq, budget)
+        return PrefillPlan(chunks) if chunks else None
+
+    def _add_chunk(self, chunks: list[Chunk], seq: Sequence, budget: int) -> int:
+        end = min(len(seq.tokens), seq.num_computed + budget)
+        chunks.append(Chunk(seq, seq.num_computed, end))
+        return end - seq.num_computed
+
+    def _admit(self, seq: Sequence) -> bool:
+        """Slot and blocks for a waiting sequence; False when it has to wait."""
+        if not self.table.free:
+            return False
+        tokens = seq.tokens
+        found: list[int] = []
+        node = 0
+        if self.prefix_cache and not seq.request.wants_prompt_logprobs:
+            found, node = self.blocks.find_prefix(tokens, limit=len(tokens) - 1)  # the last token must be run
+        reserved = sum(1 for block in found if self.blocks.users(block) == 0)
+        missing = self.blocks.blocks_for(len(tokens)) - len(found)
+        if missing + reserved + (1 if self.running else 0) > self.blocks.num_free:
+            return False
+        seq.blocks = [self.blocks.share(block) for block in found]  # shared first, so that none is handed out below
+        seq.blocks += [self.blocks.allocate() for _ in range(missing)]
+        seq.num_computed = len(found) * self.blocks.block_size
+        seq.node, seq.num_remembered, seq.cacheable = node, len(found), True
+        self._place(seq)
+        return True
+
+    def _place(self, seq: Sequence) -> None:
+        prompt = len(seq.request.prompt_ids)
+        self.table.place(seq, min(seq.params.max_tokens, self.max_model_len - prompt))
+        self.table.block_tables[seq.slot, : len(seq.blocks)] = seq.blocks
+
+    def prefilled(self, chunk: Chunk) -> list[Sequence]:
+        """A chunk has been run. When it was the last: the samples that now sample from its logits."""
+        seq = chunk.seq
+        seq.num_computed = chunk.end
+        self._remember(seq, seq.tokens, chunk.end)
+        if not chunk.last:
+            return []
+        self.prefilling.remove(seq)
+        forked = [seq]
+        fresh = self.table.generated[seq.slot] == 0 and seq.index == 0
+        for sibling in seq.request.sequences[1:] if fresh else ():
+            if sibling.finished or sibling.slot >= 0 or sibling in self.waiting:
+                continue
+            if self._fork(seq, sibling):
+                forked.append(sibling)
+            else:
+                self.waiting.appendleft(sibling)
+        self.running.extend(forked)
+        self._slots = None
+        return forked
+
+    def _fork(self, seq: Sequence, sibling: Sequence) -> bool:
+        """`sibling` continues from `seq`'s prompt: full blocks shared, a partial last one copied."""
+        partial = len(seq.tokens) % self.blocks.block_size != 0
+        if not self.table.free or self.blocks.num_free < (1 if partial else 0):
+            return False
+        full = seq.blocks[:-1] if partial else seq.blocks
+        sibling.blocks = [self.blocks.share(block) for block in full]
+        if partial:
+            sibling.blocks.append(self.blocks.allocate())
+            self.block_copies.append((seq.blocks[-1], sibling.blocks[-1]))
+        sibling.tokens, sibling.num_computed = seq.tokens, seq.num_computed
+        sibling.node, sibling.num_remembered, sibling.cacheable = seq.node, seq.num_remembered, seq.cacheable
+        self._place(sibling)
+        return True
+
+    def _remember(self, seq: Sequence, tokens: list[int], computed: int) -> None:
+        if not self.prefix_cache or not seq.cacheable:
+            return
+        size = self.blocks.block_size
+        for index in range(seq.num_remembered, computed // size):
+            seq.node = self.blocks.remember(seq.blocks[index], seq.node, tokens[index * size : (index + 1) * size])
+            seq.num_remembered = index + 1
+
+    # decode
+
+    def _decode(self) -> DecodePlan | None:
+        """One token of every running sample; preempts the youngest while blocks are missing."""
+        self._decoded_last = True
+        self._give_blocks()
+        if not self.running:
+            return None
+        if self._slots is None:
+            self._slots = np.array([seq.slot for seq in self.running], dtype=np.int64)
+        slots = self._slots
+        return DecodePlan(slots, self.table.length[slots] - 1, self.table.generated[slots].copy())
+
+    def blocks_short(self) -> int:
+        """Blocks the next decode step needs and the free list lacks."""
+        slots = [seq.slot for seq in self.running] if self._slots is None else self._slots
+        needed = int(((self.table.length[slots] - 1) % self.blocks.block_size == 0).sum())
+        return max(0, needed - self.blocks.num_free)
+
+    def _give_blocks(self) -> None:
+        size = self.blocks.block_size
+        length = self.table.length
+        if self._slots is not None:  # the usual case: only the few at a block boundary
+            due = [self.running[i] for i in np.flatnonzero((length[self._slots] - 1) % size == 0)]
+        else:
+            due = list(self.running)
+        for seq in due:
+            if seq.slot < 0:
+                continue  # preempted for an older one
+            position = int(length[seq.slot]) - 1
+            if position // size < len(seq.blocks):
+                continue
+            while not self.blocks.num_free and seq.slot >= 0:
+                self.preempt(self.running[-1])
+            if seq.slot >= 0:
+                seq.blocks.append(self.blocks.allocate())
+                self.table.block_tables[seq.slot, len(seq.blocks) - 1] = seq.blocks[-1]
+
+    def launched(self, slots: np.ndarray[Any, Any]) -> None:
+        """One more token of these slots is on its way."""
+        self.table.length[slots] += 1
+        self.table.generated[slots] += 1
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take slot and blocks away; prompt and reply so far are read again when there is room."""
+        self.num_preemptions += 1
+        self.table.save(seq)
+        seq.tokens = seq.request.prompt_ids + seq.saved[0].tolist()
+        self._leave(seq)
+        self.waiting.appendleft(seq)
+
+    def requeue_all(self) -> None:
+        """Every running sample is read again (new weights, fresh keys), oldest first."""
+        for seq in reversed(self.running[:]):
+            self.preempt(seq)
+        for seq in reversed(self.prefilling[:]):
+            self._drop(seq)
+            self.waiting.appendleft(seq)
+
+    def finish(self, seq: Sequence, num_reply: int) -> None:
+        """`seq` is done: remember its full blocks for the next turn of the same talk, then let them go."""
+        tokens = seq.request.prompt_ids + self.table.out[0][seq.slot, :num_reply].tolist()
+        self._remember(seq, tokens, len(tokens) - 1)  # the last token was never run
+        self._leave(seq)
+        seq.finished = True
+
+    def abort(self, seq: Sequence) -> None:
+        """Remove a sequence from wherever it is."""
+        if seq in self.waiting:
+            self.waiting.remove(seq)
+        elif seq in self.prefilling:
+            self._drop(seq)
+        elif seq.slot >= 0:
+            self._leave(seq)
+        seq.finished = True
+
+    def _drop(self, seq: Sequence) -> None:
+        """A half-read prompt loses what was read."""
+        self.prefilling.remove(seq)
+        if self.table.generated[seq.slot]:
+            self.table.save(seq)
+        self.blocks.release(seq.blocks)
+        seq.blocks, seq.num_computed = [], 0
+        self.table.remove(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self._slots = None
+        self.blocks.release(seq.blocks)
+        seq.blocks, seq.num_computed = [], 0
+        self.table.remove(seq)

@@ -1,0 +1,68 @@
+"""Which models the engine takes. What it cannot run is refused at start, by name and with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from atlaslib.errors import UnsupportedModelError
+
+KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_MAX_MODEL_LEN = 32768
+
+
+def check_supported(model: Any) -> None:
+    """Raise UnsupportedModelError for what can be told from the config."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_output_embeddings"):
+        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model; the engine needs a causal language model")
+    reason = _reason(model, config)
+    if reason:
+        kind = getattr(config, "model_type", "?")
+        raise UnsupportedModelError(f"the engine cannot sample from {type(model).__name__} (model_type {kind!r}): {reason}")
+
+
+def _reason(model: Any, config: Any) -> str | None:
+    text = text_config(config)
+    layer_types = set(getattr(text, "layer_types", None) or [])
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder; only decoder-only models are supported"
+    if model.get_output_embeddings() is None:
+        return "it has no output embeddings, so it is not a language model head"
+    if layer_types - KNOWN_LAYER_TYPES:
+        return f"its layer types {sorted(layer_types - KNOWN_LAYER_TYPES)} keep state that is not keys and values"
+    if hasattr(text, "state_size") or hasattr(text, "mamba_d_state") or getattr(text, "model_type", "") in ("rwkv", "mamba"):
+        return "it is a state-space model, its memory is not keys and values"
+    if getattr(text, "use_bidirectional_attention", False) or not getattr(text, "is_causal", True):
+        return "its attention is bidirectional"
+    if not getattr(base, "_supports_attention_backend", False):
+        return "its attention does not go through transformers' attention interface"
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        return f"its parameters lie on several devices ({', '.join(sorted(map(str, devices)))})"
+    if devices == {torch.device("meta")}:
+        return "its weights are not loaded (meta device)"
+    return None
+
+
+def text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def model_length(model: Any) -> int:
+    """Longest sequence the model's positions allow, bounded so that the tables stay small."""
+    return min(int(getattr(text_config(model.config), "max_position_embeddings", None) or _MAX_MODEL_LEN), _MAX_MODEL_LEN)
+
+
+def eos_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end a reply: of the generation config, the model config and the tokenizer."""
+    sources = [getattr(model, "generation_config", None), text_config(model.config), tokenizer]
+    found: list[int] = []
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        for token in value if isinstance(value, list | tuple) else [value]:
+            if token is not None and token not in found:
+                found.append(int(token))
+    return found
