@@ -76,7 +76,7 @@ class BaseEnv(ABC):
 
     name: str | None = None
     env_config_cls: type[BaseEnvConfig] = BaseEnvConfig
-    server_cls: type[APIServer] = APIServer
+    server_cls: type[APIServer] = APIServer  # type: ignore[type-abstract]
     cli_namespaces: ClassVar[dict[str, type[BaseModel]]] = {}
     """Further flag and YAML sections of ``serve``: section name -> model of its fields."""
 
@@ -87,6 +87,7 @@ class BaseEnv(ABC):
         slurm: bool = False,
         testing: bool = False,
     ) -> None:
+        self.jsonl_writer: Any = None
         self._reset_state()
         self.config: Any = config  # subclasses read fields of their own config class
         self.server = ServerManager(
@@ -126,7 +127,6 @@ class BaseEnv(ABC):
         self.completion_lengths: list[int] = []
         self.last_completed_item: Item = None
         self.eval_runner: asyncio.Task[Any] | None = None
-        self.jsonl_writer: JsonlWriter | None = None
         self.process_mode = False
         self.n_groups_to_process = 0
         self.group_size_to_process = 0
@@ -199,7 +199,7 @@ class BaseEnv(ABC):
         """Last change to a result before it is checked and sent; None drops it."""
         return trajectories
 
-    async def cleanup(self) -> None:
+    async def cleanup(self) -> None:  # noqa: B027 - an optional hook
         """Called after every group."""
 
     # ------------------------------------------------------------------ checkpoints
@@ -390,7 +390,7 @@ class BaseEnv(ABC):
 
     async def handle_env(self, item_uuid: UUID) -> Any:
         """One group: collect, postprocess, send, clean up; returns what was collected."""
-        return await self.runner.run_item(item_uuid)
+        return await self.runner.workers.run_item(item_uuid)
 
     async def handle_send_to_api(
         self,

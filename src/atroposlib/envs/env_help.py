@@ -65,8 +65,6 @@ def type_name(annotation: Any) -> str:
     members = getattr(annotation, "__members__", None)
     if members:
         return "|".join(str(member.value) for member in members.values())
-    return (
-        getattr(annotation, "__name__", None)
-        if isinstance(annotation, type) and not getattr(annotation, "__args__", None)
-        else str(annotation).replace("typing.", "")
-    )  # type: ignore[return-value]
+    if isinstance(annotation, type) and not getattr(annotation, "__args__", None):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "")

@@ -173,11 +173,8 @@ def start_wandb(**settings: Any) -> bool:
     try:
         wandb.init(**settings)
     except Exception as error:  # wandb raises many kinds (no key, no network, bad mode); none may stop an environment
-        logger.warning(
-            "wandb could not start (%s: %s); nothing is logged there. Set WANDB_API_KEY, WANDB_MODE=offline or use_wandb=False",
-            type(error).__name__,
-            error,
-        )
+        hint = "set WANDB_API_KEY, WANDB_MODE=offline or use_wandb=False"
+        logger.warning("wandb could not start (%s: %s), nothing is logged there; %s", type(error).__name__, error, hint)
         return False
     return True
 

@@ -14,20 +14,17 @@ attributes); this object owns only what the loop needs to run. A finished group 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
-import uuid
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from atroposlib.envs import groups
 from atroposlib.envs.env_config import EvalHandlingEnum
 from atroposlib.envs.env_metrics import Stopwatch
-from atroposlib.envs.server_handling.policy_versions import record_policy_versions
+from atroposlib.envs.group_workers import GroupWorkers, append_bounded
 from atroposlib.envs.worker_budget import (
     BudgetLimits,
     QueueStatus,
@@ -36,7 +33,7 @@ from atroposlib.envs.worker_budget import (
     eval_cap,
     is_finished,
 )
-from atroposlib.errors import AtroposError, ConfigError, InferenceUnavailableError, RolloutRejectedError
+from atroposlib.errors import AtroposError, ConfigError, RolloutRejectedError
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
@@ -51,7 +48,6 @@ STATUS_TIMEOUT_S = 10.0
 FINISH_TIMEOUT_S = 20.0
 """How long groups already on their way to the rollout server may take when the loop ends."""
 MAX_BACKOFF_S = 15.0
-TIMINGS_KEPT = 10_000
 UNREACHABLE = (aiohttp.ClientError, OSError, TimeoutError)
 
 
@@ -64,14 +60,12 @@ class EnvRunner:
     def __init__(self, env: BaseEnv) -> None:
         self.env = env
         self.wake = asyncio.Event()
+        self.workers = GroupWorkers(env, self.wake)
         self._status_at = 0.0
         self._sent_at_status = 0
         self._unreachable_since: float | None = None
         self._registered_before = False
         self._eval_is_due = False
-        self._failures_in_a_row = 0
-        self._start_again_at = 0.0
-        self._tried_again: dict[int, Any] = {}  # id(item) -> item that timed out once
 
     # ------------------------------------------------------------------ the loop
 
@@ -100,8 +94,8 @@ class EnvRunner:
             return False
         if self._may_start():
             await env.add_train_workers()
-        self._cancel_overdue()
-        _append(env.mainloop_timings, watch.seconds)
+        self.workers.cancel_overdue()
+        append_bounded(env.mainloop_timings, watch.seconds)
         env.last_loop_time = time.time()
         return True
 
@@ -114,7 +108,7 @@ class EnvRunner:
     async def _finish(self) -> None:
         """Stop rollouts that are no longer needed; groups on their way to the rollout server still arrive."""
         env = self.env
-        self.cancel_running()
+        self.workers.cancel_running()
         sending = {worker for worker in env.workers if not worker.done()}
         if sending:
             _, late = await asyncio.wait(sending, timeout=FINISH_TIMEOUT_S)
@@ -139,10 +133,7 @@ class EnvRunner:
         )
 
     def _may_start(self) -> bool:
-        env = self.env
-        if time.monotonic() < self._start_again_at or len(env.workers) >= env.max_num_workers:
-            return False
-        return allowed_workers(self.limits(), self.status()) > 0
+        return self.workers.may_start() and allowed_workers(self.limits(), self.status()) > 0
 
     # ------------------------------------------------------------------ rollout server
 
@@ -315,7 +306,7 @@ class EnvRunner:
         self._eval_is_due = False
         self.env.eval_runner = asyncio.create_task(self._evaluate(), name="evaluate")
         if self.env.config.eval_handling == EvalHandlingEnum.STOP_TRAIN:
-            self.cancel_running()
+            self.workers.cancel_running()
 
     async def _evaluate(self) -> Any:
         try:
@@ -329,7 +320,7 @@ class EnvRunner:
     # ------------------------------------------------------------------ workers
 
     async def add_workers(self) -> None:
-        """Start groups while the budget allows; running ones are left alone."""
+        """Start groups while the budget allows; during an evaluation as ``eval_handling`` says."""
         env = self.env
         cap = None
         if self.is_evaluating():
@@ -337,151 +328,4 @@ class EnvRunner:
                 return
             if env.config.eval_handling == EvalHandlingEnum.LIMIT_TRAIN:
                 cap = eval_cap(env.max_num_workers, env.config.eval_limit_ratio)
-        allowed = allowed_workers(self.limits(), self.status(), cap=cap)
-        if env.curr_step != 0 or env.workers:
-            _append(env.workers_added_list, allowed - len(env.workers))
-        while len(env.workers) < allowed:
-            item = await self._next_item()
-            if item is None:
-                break
-            self.start_worker(item)
-
-    async def _next_item(self) -> Any:
-        """The oldest item of the backlog, else a new one; None when there is nothing now."""
-        if self.env.backlog:
-            return self.env.backlog.pop(0)
-        try:
-            return await self.env.get_next_item()
-        except Exception as error:  # user code: counted and shown, tried again after a pause
-            self.env.statistics.failures.record("get_next_item", error)
-            self._back_off()
-            return None
-
-    def start_worker(self, item: Any) -> str:
-        """Begin a group for ``item``; returns its uuid."""
-        env = self.env
-        item_uuid = str(uuid.uuid4())
-        worker = asyncio.create_task(env.handle_env(item_uuid), name=f"group {item_uuid}")
-        env.running_items[item_uuid] = {"item": item, "worker": worker, "start_time": time.time()}
-        env.workers.add(worker)
-
-        def ended(task: asyncio.Task[Any]) -> None:
-            env.workers.discard(task)
-            if not task.cancelled():
-                error = task.exception()
-                if error is not None:
-                    env.statistics.failures.record("handle_env", error)
-                elif task.result():
-                    env.last_completed_item = item
-            self.wake.set()
-
-        worker.add_done_callback(ended)
-        return item_uuid
-
-    async def run_item(self, item_uuid: str) -> Any:
-        """One group from item to rollout server: collect, postprocess, send, clean up."""
-        env = self.env
-        item = env.running_items[item_uuid]["item"]
-        watch = Stopwatch()
-        result = await self._collect(item)
-        if result:
-            result = await self._postprocess(result)
-        env.running_items.pop(item_uuid, None)
-        self._tried_again.pop(id(item), None)
-        _append(env.task_duration, watch.seconds)
-        env.task_successful.append(int(result is not None))
-        del env.task_successful[:-TIMINGS_KEPT]
-        if result is not None:
-            env.statistics.recent_seconds.append(watch.seconds)
-            _append(env.succeeded_task_duration, watch.seconds)
-            try:
-                await env.handle_send_to_api(result, item)
-            except Exception as error:  # user code (overrides, add_rollouts_for_wandb): counted and shown
-                env.statistics.failures.record("handle_send_to_api", error)
-        else:
-            _append(env.failed_task_duration, watch.seconds)
-        await env.cleanup()
-        return result
-
-    async def _collect(self, item: Any) -> Any:
-        env = self.env
-        try:
-            with record_policy_versions() as versions:
-                result, backlog = await env.collect_trajectories(item)
-        except InferenceUnavailableError as error:  # not the item's fault: it is done when a server is back
-            env.statistics.failures.record("inference_unavailable", error)
-            env.backlog.append(item)
-            self._back_off()
-            return None
-        except Exception as error:  # user code: counted and shown, never a score
-            env.statistics.failures.record("collect_trajectories", error)
-            self._back_off()
-            return None
-        self._failures_in_a_row = 0
-        env.backlog.extend(backlog or [])
-        groups.add_policy_versions(result, versions)
-        return result
-
-    async def _postprocess(self, result: Any) -> Any:
-        processed = self.env.postprocess_histories(result)
-        try:
-            return await processed if inspect.isawaitable(processed) else processed
-        except Exception as error:  # user code: counted and shown, never a score
-            self.env.statistics.failures.record("postprocess_histories", error)
-            return None
-
-    def _back_off(self) -> None:
-        """After many failures in a row new groups wait a little, longer each time."""
-        self._failures_in_a_row += 1
-        excess = self._failures_in_a_row - max(4, self.env.max_num_workers)
-        if excess >= 0:
-            self._start_again_at = time.monotonic() + min(MAX_BACKOFF_S, 0.25 * 2 ** min(excess, 8))
-
-    def cancel_running(self) -> None:
-        """Cancel every rollout in the making; its item goes to the front of the backlog. Groups being sent go on."""
-        env = self.env
-        records = sorted(env.running_items.values(), key=lambda record: record["start_time"])
-        env.running_items.clear()
-        env.backlog[:0] = [record["item"] for record in records]
-        for record in records:
-            self._cancel(record)
-
-    def _cancel(self, record: dict[str, Any]) -> None:
-        self.env.statistics.num_worker_cancellations += 1
-        worker = record["worker"]
-        if worker is not None:
-            worker.cancel()
-            self.env.workers.discard(worker)
-
-    def _cancel_overdue(self) -> None:
-        """Cancel groups older than ``worker_timeout``; their item is tried once more, then given up."""
-        env = self.env
-        if env.config.worker_timeout <= 0:
-            return
-        now = time.time()
-        overdue = [
-            key for key, record in env.running_items.items() if now - record["start_time"] > env.config.worker_timeout
-        ]
-        for item_uuid in overdue:
-            record = env.running_items.pop(item_uuid)
-            item = record["item"]
-            env.statistics.num_timeouts += 1
-            again = id(item) not in self._tried_again
-            logger.warning(
-                "a group took longer than worker_timeout=%s s; %s",
-                env.config.worker_timeout,
-                "its item is tried once more" if again else "its item is given up",
-            )
-            if again:
-                self._tried_again[id(item)] = item
-                env.backlog.append(item)
-            else:
-                del self._tried_again[id(item)]
-            self._cancel(record)
-
-
-def _append(values: list[float], value: float) -> None:
-    """Append and forget the oldest entries beyond a bound: nobody may read these lists."""
-    values.append(value)
-    if len(values) > TIMINGS_KEPT:
-        del values[: TIMINGS_KEPT // 2]
+        await self.workers.fill(allowed_workers(self.limits(), self.status(), cap=cap))

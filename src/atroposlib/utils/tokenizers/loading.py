@@ -30,7 +30,7 @@ class ListChatTemplate:
 
 
 def _rebuild(tokenizer_class: type, state: Any) -> Any:
-    tokenizer = tokenizer_class.__new__(tokenizer_class)
+    tokenizer: Any = object.__new__(tokenizer_class)
     restore = getattr(tokenizer, "__setstate__", None)
     if restore is not None:
         restore(state)
