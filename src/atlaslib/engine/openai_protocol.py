@@ -211,12 +211,12 @@ def reply_head(
 
 
 def chat_logprobs(
-    decoded: Sequence[str], values: Sequence[float], tops: Sequence[Mapping[str, float]] | None
+    decoded: Sequence[str], values: Sequence[float], tops: Sequence[Sequence[tuple[str, float]]] | None
 ) -> dict[str, Any]:
     """The ``logprobs`` object of a chat choice."""
     content = []
     for position, (token, value) in enumerate(zip(decoded, values, strict=True)):
-        alternatives = tops[position].items() if tops else ()
+        alternatives = tops[position] if tops else ()
         content.append(
             {
                 "token": token,
@@ -231,7 +231,7 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    decoded: Sequence[str], values: Sequence[float | None], tops: Sequence[Mapping[str, float]] | None
+    decoded: Sequence[str], values: Sequence[float | None], tops: Sequence[Sequence[tuple[str, float]]] | None
 ) -> dict[str, Any]:
     """The ``logprobs`` object of a plain completion choice."""
     offsets, position = [], 0

@@ -138,11 +138,11 @@ class ReplyWriter:
     def _pieces(self, token_ids: list[int]) -> list[str]:
         return [self.tokenizer.decode([token]) for token in token_ids]
 
-    def _tops(self, completion: Completion) -> list[dict[str, float]] | None:
+    def _tops(self, completion: Completion) -> list[list[tuple[str, float]]] | None:
         if completion.top_logprobs is None:
             return None
         return [
-            {self.tokenizer.decode([token]): value for token, value in row.items()} for row in completion.top_logprobs
+            [(self.tokenizer.decode([token]), value) for token, value in row.items()] for row in completion.top_logprobs
         ]
 
     def _ids(self, parsed: ParsedRequest, completion: Completion) -> dict[str, Any]:

@@ -198,7 +198,8 @@ class PolicyService:
         gone = asyncio.create_task(_disconnected(request))
         work = asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
         try:
-            await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
+            waited: set[asyncio.Future[Any]] = {gone, work}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise RequestError("the client went away", status=499)
             completions = [completion for group in work.result() for completion in group]

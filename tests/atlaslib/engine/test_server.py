@@ -65,7 +65,11 @@ def test_chat_through_the_official_client(client: openai.OpenAI) -> None:
 
 def test_same_seed_same_reply(client: openai.OpenAI) -> None:
     def ask(seed: int) -> str | None:
-        return client.chat.completions.create(model="m", messages=CHAT, max_tokens=12, seed=seed).choices[0].message.content
+        return (
+            client.chat.completions.create(model="m", messages=CHAT, max_tokens=12, seed=seed)
+            .choices[0]
+            .message.content
+        )
 
     assert ask(5) == ask(5)
     assert ask(5) != ask(6)
@@ -107,7 +111,14 @@ def test_streamed_completion(client: openai.OpenAI) -> None:
 
 def test_generate_is_token_exact(served: tuple[EngineThread, Any, ServerHandle], http: httpx.Client) -> None:
     prompt = [70, 71, 72]
-    body = {"prompt": {"prompt_token_ids": prompt}, "n": 2, "max_tokens": 6, "logprobs": 0, "temperature": 0.7, "seed": 9}
+    body = {
+        "prompt": {"prompt_token_ids": prompt},
+        "n": 2,
+        "max_tokens": 6,
+        "logprobs": 0,
+        "temperature": 0.7,
+        "seed": 9,
+    }
     reply = http.post("/generate", json=body)
     assert reply.status_code == 200
     data = reply.json()
@@ -116,7 +127,8 @@ def test_generate_is_token_exact(served: tuple[EngineThread, Any, ServerHandle],
     assert reply.headers["x-policy-version"] == "0"
     for ids, rows in zip(data["token_ids"], data["logprobs"], strict=True):
         assert [int(next(iter(row[0]))) for row in rows] == ids
-        scored = served[0].submit_score(prompt + ids, temperature=0.7).result(timeout=60)
+        scored = served[0].submit_score(prompt + ids, temperature=0.7).result(timeout=60)[0].prompt_logprobs
+        assert scored is not None
         assert [row[0][str(token)] for token, row in zip(ids, rows, strict=True)] == pytest.approx(scored[3:], abs=1e-4)
 
 
@@ -163,7 +175,7 @@ def test_too_much_at_once_is_429(http: httpx.Client) -> None:
 
 
 async def test_a_client_that_leaves_frees_its_slot(served: tuple[EngineThread, Any, ServerHandle]) -> None:
-    loop, _, handle = served
+    _, _, handle = served
     body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "n": 16}
     async with aiohttp.ClientSession() as session:
         with pytest.raises(asyncio.TimeoutError):
@@ -186,17 +198,21 @@ def test_health_models_metrics(http: httpx.Client) -> None:
 
 
 def test_stop_string_and_token(http: httpx.Client) -> None:
-    whole = http.post("/v1/completions", json={"prompt": "q", "max_tokens": 30, "seed": 2, "ignore_eos": True}).json()["choices"][0]["text"]
+    whole = http.post("/v1/completions", json={"prompt": "q", "max_tokens": 30, "seed": 2, "ignore_eos": True}).json()[
+        "choices"
+    ][0]["text"]
     stop = whole[4]
-    cut = http.post("/v1/completions", json={"prompt": "q", "max_tokens": 30, "seed": 2, "ignore_eos": True, "stop": stop}).json()
+    cut = http.post(
+        "/v1/completions", json={"prompt": "q", "max_tokens": 30, "seed": 2, "ignore_eos": True, "stop": stop}
+    ).json()
     assert cut["choices"][0]["text"] == whole[: whole.index(stop)]
     assert cut["choices"][0]["finish_reason"] == "stop"
 
 
 def test_tools_go_through_the_template_and_come_back_as_calls() -> None:
+    from atlaslib.engine.config import SamplingParams
     from atlaslib.engine.openai_protocol import ParsedRequest
     from atlaslib.engine.openai_replies import ReplyWriter
-    from atlaslib.engine.config import SamplingParams
     from atlaslib.engine.sequence import Completion
 
     tokenizer = build_tiny_tokenizer()
@@ -204,7 +220,12 @@ def test_tools_go_through_the_template_and_come_back_as_calls() -> None:
     ids = tokenizer(text)["input_ids"]
     zeros = [0.0] * len(ids)
     done = Completion(
-        token_ids=ids, logprobs=zeros, temperature_logprobs=zeros, raw_logprobs=zeros, versions=[3] * len(ids), finish_reason="stop"
+        token_ids=ids,
+        logprobs=zeros,
+        temperature_logprobs=zeros,
+        raw_logprobs=zeros,
+        versions=[3] * len(ids),
+        finish_reason="stop",
     )
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     parsed = ParsedRequest(params=SamplingParams(), prompt_ids=[[1]], tools=tools)
