@@ -296,7 +296,11 @@ int main(int argc, char **argv) {
     for (;;) {
         int open_main = 0;
         for (int g = 0; g < num_groups; g++) open_main |= groups[g].is_main && !groups[g].finished;
-        if (!open_main || now() > deadline) break;
+        int busy = 0;
+        for (int c = 0; c < total; c++) busy |= conns[c].phase != IDLE;
+        if ((!open_main && !busy) || now() > deadline) break;
+        if (!open_main) /* what is under way beside the measured groups still counts, nothing new begins */
+            for (int g = 0; g < num_groups; g++) groups[g].finished = 1;
         for (int c = 0; c < total; c++) {
             polls[c].fd = conns[c].phase == IDLE ? -1 : conns[c].fd;
             polls[c].events = conns[c].phase == SENDING ? POLLOUT | POLLIN : POLLIN;
