@@ -20,9 +20,11 @@ def display_metrics_table(
     from rich.table import Table
 
     seconds = f" ({end_time - start_time:.1f} s)" if start_time is not None and end_time is not None else ""
-    table = Table(title=f"{task_name}{seconds}", title_justify="left")
+    table = Table()
     table.add_column("metric")
     table.add_column("value", justify="right")
     for name, value in metrics.items():
         table.add_row(str(name), format_value(value))
-    Console(file=sys.stdout).print(table)
+    console = Console(file=sys.stdout)
+    console.print(f"{task_name}{seconds}", markup=False, highlight=False)
+    console.print(table)
