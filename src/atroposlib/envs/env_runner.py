@@ -20,8 +20,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
-
 from atroposlib.envs.env_config import EvalHandlingEnum
 from atroposlib.envs.env_metrics import Stopwatch
 from atroposlib.envs.group_workers import GroupWorkers, append_bounded
@@ -48,7 +46,7 @@ STATUS_TIMEOUT_S = 10.0
 FINISH_TIMEOUT_S = 20.0
 """How long groups already on their way to the rollout server may take when the loop ends."""
 MAX_BACKOFF_S = 15.0
-UNREACHABLE = (aiohttp.ClientError, OSError, TimeoutError)
+UNREACHABLE = (OSError, TimeoutError)  # RolloutServerUnavailableError is an OSError, too
 
 
 class EnvRunner:

@@ -17,8 +17,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from atroposlib.envs.server_handling.adaptive_semaphore import AsyncSemWithAdaptiveWeight
 from atroposlib.envs.server_handling.http_pool import HttpPool, is_retryable_status
 from atroposlib.envs.server_handling.server_config import OFFICIAL_API_HOST, APIServerConfig, ReasoningConfig
@@ -157,6 +155,8 @@ class APIServer(ABC):
 
     async def wandb_metrics(self, metrics_dict: dict[str, Any] | None, server_name: str | None) -> dict[str, Any]:
         """Add this server's timings and attempts under ``server/{server_name}_...``."""
+        import numpy as np  # late: importing it costs more than all of this module
+
         metrics = metrics_dict if metrics_dict is not None else {}
         prefix = f"server/{server_name or self.label}"
         for split, timings in (("", self.request_timings), ("eval_", self.eval_request_timings)):
