@@ -1,0 +1,1 @@
+"""From prompts and scored groups to microbatches."""

@@ -1,0 +1,157 @@
+"""Batches from the rollout server: leased, checked for staleness, committed with the checkpoint.
+
+A batch is acknowledged once its samples are in the trainer's hands and committed when a checkpoint holds what was learned from
+it; a trainer that comes back from a checkpoint gets exactly the batches after it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from atlaslib.errors import RolloutTimeoutError, ScoredGroupError
+from atlaslib.types import TrainingSample
+
+logger = logging.getLogger(__name__)
+POLL_S = 1.0
+
+
+class BatchClient(Protocol):
+    """The part of ``TrainerClient`` this module uses."""
+
+    def register(self, **settings: Any) -> int: ...
+    def next_batch(self, *, timeout_s: float | None = None) -> Any: ...
+    def ack(self, seq: int) -> None: ...
+    def commit(self, seq: int, step: int) -> None: ...
+    def status(self) -> dict[str, Any]: ...
+    def report(self, source: str, step: int, metrics: dict[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutBatch:
+    """One batch as samples, with what was refused on the way."""
+
+    seq: int
+    samples: list[TrainingSample]
+    waited_s: float
+    refused_stale: int = 0
+    refused_broken: int = 0
+    unversioned: int = 0
+    num_groups: int = 0
+    zero_variance_groups: int = 0
+    reward_components: dict[str, list[float]] = field(default_factory=dict)
+
+
+class RolloutSource:
+    """Where the trainer's batches come from in service mode."""
+
+    def __init__(
+        self,
+        client: BatchClient,
+        *,
+        to_samples: Callable[[dict[str, Any]], list[TrainingSample]],
+        max_staleness: int,
+        wait_timeout_s: float,
+        url: str = "",
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._client, self._to_samples = client, to_samples
+        self._max_staleness, self._timeout_s, self._url = max_staleness, wait_timeout_s, url
+        self._should_stop = should_stop
+        self.last_seq: int | None = None
+        """sequence number of the newest batch whose samples were handed out"""
+        self.totals: Counter[str] = Counter()
+
+    def register(self, **settings: Any) -> None:
+        """Announce the trainer; ``resume_after`` names the last batch a checkpoint holds."""
+        self._client.register(**settings)
+        self.last_seq = settings.get("resume_after")
+
+    def next(self, version: int) -> RolloutBatch | None:
+        """The next batch with at least one usable sample; None when the run is asked to stop while waiting."""
+        started = time.monotonic()
+        refused = Counter[str]()
+        while True:
+            batch = self._wait(started)
+            if batch is None:
+                return None
+            result = self._convert(batch, version)
+            refused.update(stale=result.refused_stale, broken=result.refused_broken)
+            self._client.ack(batch.seq)
+            self.last_seq = batch.seq
+            if result.samples:
+                result.waited_s = time.monotonic() - started
+                result.refused_stale, result.refused_broken = refused["stale"], refused["broken"]
+                self.totals.update(batches=1, refused_stale=refused["stale"], refused_broken=refused["broken"])
+                return result
+            logger.warning("batch %d has no usable sample (%d stale, %d broken); taking the next", batch.seq, result.refused_stale, result.refused_broken)
+
+    def commit(self, step: int) -> None:
+        """A checkpoint of ``step`` holds everything learned from the batches handed out so far."""
+        if self.last_seq is not None:
+            self._client.commit(self.last_seq, step)
+
+    def report(self, step: int, metrics: dict[str, float]) -> None:
+        """Numbers for the live page; a page that does not answer never stops training."""
+        try:
+            self._client.report("trainer", step, metrics)
+        except Exception as error:  # the page is a convenience: whatever went wrong, training goes on
+            logger.debug("could not report metrics of step %d: %r", step, error)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _wait(self, started: float) -> Any:
+        """Poll until a batch comes; every wait has a deadline and says who is waited for."""
+        told = started
+        while not self._should_stop():
+            batch = self._client.next_batch(timeout_s=POLL_S)
+            if batch is not None:
+                return batch
+            now = time.monotonic()
+            if now - started > self._timeout_s:
+                raise RolloutTimeoutError(f"no batch within {self._timeout_s:g} s: {self._who()}")
+            if now - told > 15.0:
+                logger.info("waiting %.0f s for a batch: %s", now - started, self._who())
+                told = now
+        return None
+
+    def _who(self) -> str:
+        try:
+            status = self._client.status()
+        except Exception as error:  # only for the message
+            return f"the rollout server {self._url} does not answer ({error!r})"
+        return f"the rollout server {self._url} answers (status {status}); environments have not delivered enough sequences"
+
+    def _convert(self, batch: Any, version: int) -> RolloutBatch:
+        result = RolloutBatch(seq=batch.seq, samples=[], waited_s=0.0, num_groups=len(batch.groups))
+        for number, group in enumerate(batch.groups):
+            group.setdefault("group_id", f"batch{batch.seq}-{number}")
+            if group["group_id"] is None:
+                group["group_id"] = f"batch{batch.seq}-{number}"
+            try:
+                samples = self._to_samples(group)
+            except ScoredGroupError as error:
+                logger.error("a group of batch %d is set aside: %s", batch.seq, error)
+                result.refused_broken += len(group.get("tokens") or [])
+                continue
+            result.zero_variance_groups += len(set(group["scores"])) <= 1
+            for name, values in (group.get("reward_components") or {}).items():
+                result.reward_components.setdefault(name, []).extend(v for v in values if v is not None)
+            for sample in samples:
+                if staleness(sample, version) > self._max_staleness:
+                    result.refused_stale += 1
+                else:
+                    result.unversioned += not sample.policy_versions
+                    result.samples.append(sample)
+        return result
+
+
+def staleness(sample: TrainingSample, version: int) -> int:
+    """Policy versions between the oldest token of the sample and now; 0 when unknown."""
+    return version - sample.policy_versions[0] if sample.policy_versions else 0

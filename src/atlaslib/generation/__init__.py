@@ -1,0 +1,1 @@
+"""One protocol, several ways to sample completions."""

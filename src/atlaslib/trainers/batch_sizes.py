@@ -1,0 +1,134 @@
+"""How a batch is cut: groups per batch, shares per process, micro-steps, pieces of a backward pass, layout of rows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from atlaslib.data.packing import Layout, split_evenly
+from atlaslib.data.rollout_source import staleness
+from atlaslib.errors import ConfigError
+from atlaslib.trainers.grpo_config import GRPOConfig
+from atlaslib.trainers.step_metrics import StepMetrics
+from atlaslib.types import TrainingSample
+
+Item = TypeVar("Item")
+SHARED_PREFIX_MAX_ROW = 4096
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class BatchSizes:
+    """The numbers one optimizer step is made of, over all processes."""
+
+    num_generations: int
+    prompts_per_batch: int
+    generation_calls: int
+    """Generation rounds that make one batch"""
+
+    @property
+    def sequences_per_batch(self) -> int:
+        return self.num_generations * self.prompts_per_batch
+
+    @classmethod
+    def of(cls, config: GRPOConfig, *, num_processes: int) -> BatchSizes:
+        """Check that groups fit into batches and rounds."""
+        batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes
+        group = config.num_generations if config.num_generations is not None else batch
+        described = (
+            f"per_device_train_batch_size ({config.per_device_train_batch_size}) x gradient_accumulation_steps "
+            f"({config.gradient_accumulation_steps}) x processes ({num_processes}) = {batch}"
+        )
+        if group < 2 or batch % group:
+            raise ConfigError(f"num_generations ({group}) must be at least 2 and divide the completions of a step: {described}")
+        calls = 1
+        if config.generation_aggregation_steps is not None:
+            calls = config.gradient_accumulation_steps // config.generation_aggregation_steps
+            if (batch // calls) % group:
+                raise ConfigError(
+                    f"a generation round of {batch // calls} completions does not hold whole groups of {group}; "
+                    f"raise generation_aggregation_steps ({config.generation_aggregation_steps}) or lower num_generations"
+                )
+        return cls(num_generations=group, prompts_per_batch=batch // group, generation_calls=calls)
+
+
+def share(items: Sequence[Item], rank: int, world: int) -> list[Item]:
+    """The contiguous part of ``items`` that process ``rank`` of ``world`` takes; sizes differ by at most one."""
+    return list(items[rank * len(items) // world : (rank + 1) * len(items) // world])
+
+
+def pieces(samples: list[TrainingSample], config: GRPOConfig) -> list[list[TrainingSample]]:
+    """The micro-step as pieces with a backward pass each (``backprop_accumulation_*``); never empty."""
+    size = config.backprop_accumulation_micro_batch_size
+    count = config.backprop_accumulation_steps or (1 if size is None else -(-max(len(samples), 1) // size))
+    parts = [part for part in split_evenly(samples, count) if part]
+    return parts or [[]]
+
+
+def blank_sample(pad_id: int) -> TrainingSample:
+    """A sample that trains nothing, for a process that has no sample but must take part in the step."""
+    return TrainingSample(token_ids=[pad_id, pad_id], loss_mask=[False, False], advantages=[0.0, 0.0], reward=0.0)
+
+
+def choose_layout(packing: str, samples: Sequence[TrainingSample], device: Any, model: Any) -> Layout:
+    """``auto``: share the prompts of a group on CPU when that saves a tenth of the tokens, else pad."""
+    if packing != "auto":
+        return packing  # type: ignore[return-value]
+    attention = getattr(model.config, "_attn_implementation", "sdpa")
+    if getattr(device, "type", device) != "cpu" or attention not in {"sdpa", "eager"} or len(samples) < 2:
+        return "padded"
+    if _sliding_window(model.config):
+        return "padded"
+    padded = len(samples) * max(len(sample.token_ids) for sample in samples)
+    groups: dict[tuple[object, ...], int] = {}
+    for sample in samples:
+        start = next((i for i, trained in enumerate(sample.loss_mask) if trained), len(sample.loss_mask))
+        key = (sample.group_id, tuple(sample.token_ids[:start]))
+        groups[key] = groups.get(key, start) + len(sample.token_ids) - start
+    shared = len(groups) * max(groups.values())
+    return "shared_prefix" if shared < 0.9 * padded and max(groups.values()) <= SHARED_PREFIX_MAX_ROW else "padded"
+
+
+def _sliding_window(config: Any) -> bool:
+    """Whether some layer looks back only so far: those models make masks of their own per layer."""
+    kinds = getattr(config, "layer_types", None) or []
+    return any(kind != "full_attention" for kind in kinds)
+
+
+def log_samples(metrics: StepMetrics, samples: Sequence[TrainingSample], version: int) -> None:
+    """Lengths, truncation and staleness of the samples of a step."""
+    lengths = [sample.num_trained_tokens for sample in samples]
+    if not lengths:
+        return
+    metrics.put("completion_length", statistics.fmean(lengths))
+    metrics.put("completions/min_length", float(min(lengths)))
+    metrics.put("completions/max_length", float(max(lengths)))
+    metrics.put("completions/truncated_share", statistics.fmean(sample.truncated for sample in samples))
+    metrics.put("train/num_tokens", float(sum(len(sample.token_ids) for sample in samples)))
+    metrics.put("train/num_trained_tokens", float(sum(lengths)))
+    metrics.put("train/num_samples", float(len(samples)))
+    ages = [staleness(sample, version) for sample in samples if sample.policy_versions]
+    if ages:
+        metrics.put("rollout/staleness_mean", statistics.fmean(ages))
+        metrics.put("rollout/staleness_max", float(max(ages)))
+
+
+def log_sums(metrics: StepMetrics, sums: dict[str, float]) -> None:
+    """Token means from the sums of the loss."""
+    tokens, known = sums.get("tokens", 0.0), sums.get("known", 0.0)
+    if not tokens:
+        return
+    metrics.put("policy/ratio_mean", sums["ratio"] / tokens)
+    metrics.put("policy/clip_low_share", sums["clip_low"] / tokens)
+    metrics.put("policy/clip_high_share", sums["clip_high"] / tokens)
+    metrics.put("policy/logprob_mean", sums["logprobs"] / tokens)
+    for name, shown in (("entropy", "policy/entropy"), ("kl", "kl"), ("distill", "train/distill_kl")):
+        if name in sums:
+            metrics.put(shown, sums[name] / tokens)
+    if "importance_weight" in sums:
+        metrics.put("policy/importance_weight_mean", sums["importance_weight"] / tokens)
+        metrics.put("policy/importance_masked_share", sums["importance_masked"] / tokens)
+    if known:
+        metrics.put("policy/mismatch_kl", sums["mismatch_kl"] / known)
+        metrics.put("policy/mismatch_abs", sums["mismatch_abs"] / known)

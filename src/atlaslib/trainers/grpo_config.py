@@ -1,0 +1,229 @@
+"""``GRPOConfig``: every parameter of a training run.
+
+Extends ``transformers.TrainingArguments``; where a default is stated here it wins over the inherited one. A parameter that
+cannot work in a given setting raises and says why; none is accepted and ignored.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+
+from atlaslib.errors import ConfigError
+from atlaslib.trainers.config_checks import check_config
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class GRPOConfig(TrainingArguments):
+    """Parameters of :class:`~atlaslib.trainers.grpo.GRPOTrainer`.
+
+    Example: ``GRPOConfig(output_dir="out", model_name_or_path="my/model", num_generations=8, beta=0.0)``
+    """
+
+    # --- model and optimisation (documented defaults) ---
+    model_name_or_path: str | None = field(default=None, metadata={"help": "The policy: a model folder or hub id. May be left out when a model is handed to the trainer."})
+    model_init_kwargs: dict[str, Any] | None = field(default=None, metadata={"help": "Keyword arguments for from_pretrained when the model is given by name (also for the reference and reward models)."})
+    learning_rate: float = field(default=1e-6, metadata={"help": "Initial learning rate of AdamW."})
+    num_train_epochs: float = field(default=3, metadata={"help": "Passes over the prompts."})
+    per_device_train_batch_size: int = field(default=8, metadata={"help": "Completions per device in one micro-step."})
+    weight_decay: float = field(default=0.01, metadata={"help": "Weight decay of the optimizer."})
+    warmup_ratio: float = field(default=0.1, metadata={"help": "Share of the steps over which the learning rate ramps up; warmup_steps wins when set."})
+    logging_steps: float = field(default=10, metadata={"help": "Log to the trackers every that many steps (the JSONL gets every step)."})
+    eval_steps: float | None = field(default=500, metadata={"help": "Evaluate every that many steps when eval_strategy is 'steps'."})
+    save_total_limit: int | None = field(default=3, metadata={"help": "Checkpoints kept."})
+    load_best_model_at_end: bool = field(default=True, metadata={"help": "Load the best checkpoint after training; takes effect when an evaluation is configured."})
+    metric_for_best_model: str | None = field(default="eval_reward", metadata={"help": "Metric that decides which checkpoint is best."})
+    greater_is_better: bool | None = field(default=True, metadata={"help": "Whether a larger metric is better."})
+    report_to: None | str | list[str] = field(default_factory=lambda: ["wandb"], metadata={"help": "Trackers: wandb, tensorboard, trackio, ...; wandb falls back to none with a warning when absent or not configured."})
+    remove_unused_columns: bool | None = field(default=False, metadata={"help": "True drops every column but the prompt before reward functions see it."})
+
+    # --- the algorithm ---
+    beta: float = field(default=0.04, metadata={"help": "Weight of the KL term to the reference; 0 = no reference model is loaded or run."})
+    temperature: float = field(default=0.9, metadata={"help": "Sampling temperature; the log-probs in the ratio use the same."})
+    num_generations: int | None = field(default=8, metadata={"help": "Completions per prompt, the group of the advantage; None = the whole batch is one group."})
+    num_generations_eval: int = field(default=1, metadata={"help": "Completions per prompt in evaluation."})
+    max_completion_length: int | None = field(default=256, metadata={"help": "Longest completion in tokens."})
+    max_prompt_length: int | None = field(default=512, metadata={"help": "Longest prompt in tokens; longer ones lose their beginning. None = never cut."})
+    reward_weights: list[float] | None = field(default=None, metadata={"help": "Weight of each reward function; None = 1 for each."})
+    loss_type: str = field(default="grpo", metadata={"help": "grpo, dr_grpo, dapo, bnpo, gspo, cispo, rloo or reinforce++."})
+    epsilon: float = field(default=0.2, metadata={"help": "Lower clip of the ratio."})
+    epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip; None = epsilon (dapo 0.28, cispo 4.0)."})
+    delta: float | None = field(default=None, metadata={"help": "Two-sided clipping: upper bound of the ratio also for negative advantages."})
+    num_iterations: int = field(default=1, metadata={"help": "Optimizer steps on each generated batch."})
+    scale_rewards: str | None = field(default=None, metadata={"help": "Divide centred rewards by the standard deviation of the 'group' or 'batch', or 'none'; None = what the loss type prescribes (group; dr_grpo: none)."})
+    kl_estimator: str = field(default="k3", metadata={"help": "k1, k2 or k3."})
+    entropy_coef: float = field(default=0.0, metadata={"help": "Weight of an entropy bonus."})
+    importance_correction: str = field(default="none", metadata={"help": "For sampler and trainer disagreeing on the same weights: none, tis (truncated) or mis (masked)."})
+    importance_correction_cap: float = field(default=2.0, metadata={"help": "Cap of the importance weight."})
+    importance_correction_level: str = field(default="token", metadata={"help": "token or sequence."})
+    mask_truncated_completions: bool = field(default=False, metadata={"help": "Completions cut by the length limit carry no loss."})
+    overlong_cache_length: int | None = field(default=None, metadata={"help": "DAPO's soft punishment: the last that many tokens before max_completion_length cost up to -1 reward. None = off."})
+    dynamic_sampling: bool = field(default=False, metadata={"help": "Drop groups whose rewards are all equal and sample further prompts to refill the batch."})
+    dynamic_sampling_max_rounds: int = field(default=4, metadata={"help": "At most that many rounds of refilling per batch."})
+    unbias_log_probabilities: bool = field(default=True, metadata={"help": "Log-probs at the sampling temperature (True) or at temperature 1 (False), for policy, sampler and reference alike."})
+    distill_coef: float = field(default=1.0, metadata={"help": "Weight of the distillation term of samples that carry teacher log-probs."})
+    sync_ref_model: bool = field(default=False, metadata={"help": "Move the reference towards the policy during training."})
+    ref_model_mixup_alpha: float = field(default=0.9, metadata={"help": "reference = alpha * policy + (1 - alpha) * reference."})
+    ref_model_sync_steps: int = field(default=64, metadata={"help": "Steps between two reference updates."})
+    artificial_epochs: int | None = field(default=1, metadata={"help": "Permutations of the prompts chained into one epoch."})
+    disable_dropout: bool = field(default=True, metadata={"help": "Set every dropout of the policy to 0, so that its log-probs are those of the sampler."})
+
+    # --- sampling ---
+    top_k: int | None = field(default=None, metadata={"help": "Sample from the k most likely tokens."})
+    top_p: float = field(default=1.0, metadata={"help": "Nucleus sampling threshold."})
+    min_p: float | None = field(default=None, metadata={"help": "Least probability relative to the most likely token."})
+    repetition_penalty: float = field(default=1.0, metadata={"help": "Penalty on tokens that already occurred."})
+    chat_template_kwargs: dict[str, Any] | None = field(default=None, metadata={"help": "Further arguments for the chat template."})
+    generation_aggregation_steps: int | None = field(default=None, metadata={"help": "One generation round serves that many micro-steps; None = all of an optimizer step."})
+    shuffle_generation_inputs: bool = field(default=False, metadata={"help": "Permute prompts before generation; results return in order."})
+    sampler: str = field(default="auto", metadata={"help": "engine (embedded), transformers, vllm, vllm_server; auto = what use_vllm and use_vllm_server say, else the embedded engine."})
+    use_vllm: bool | None = field(default=False, metadata={"help": "Sample with vLLM in this process."})
+    use_vllm_server: bool = field(default=False, metadata={"help": "Sample with vLLM server(s) at vllm_host:vllm_port."})
+    vllm_device: str | None = field(default="auto", metadata={"help": "Device of the in-process vLLM."})
+    vllm_gpu_memory_utilization: float = field(default=0.9, metadata={"help": "Share of the GPU memory for the in-process vLLM."})
+    vllm_dtype: str | None = field(default="auto", metadata={"help": "Data type of the in-process vLLM."})
+    vllm_max_model_len: int | None = field(default=None, metadata={"help": "Longest sequence of the in-process vLLM."})
+    vllm_host: str | None = field(default=None, metadata={"help": "Host of the vLLM server(s)."})
+    vllm_port: int | None = field(default=None, metadata={"help": "Port of the first vLLM server; client i uses port + i."})
+    vllm_group_port: int | None = field(default=51216, metadata={"help": "Kept for old configurations; weights are pushed through a folder, so another value is an error."})
+    vllm_server_timeout: float = field(default=120.0, metadata={"help": "Seconds to wait for a vLLM server to answer."})
+    num_vllm_clients: int | None = field(default=1, metadata={"help": "Number of vLLM servers."})
+    vllm_weights_dir: str | None = field(default=None, metadata={"help": "Folder both sides see, for pushing weights to vLLM servers; None = output_dir/vllm_weights."})
+    vllm_probe_tolerance: float = field(default=0.05, metadata={"help": "Largest mean log-prob difference between vLLM and the trainer after a weight push."})
+    vllm_guided_decoding_regex: str | None = field(default=None, metadata={"help": "Completions follow this regular expression (vLLM samplers only)."})
+    vllm_sleep_level: int = field(default=1, metadata={"help": "Sleep level of the in-process vLLM between rounds (0 = never sleeps)."})
+    enforce_eager: bool = field(default=True, metadata={"help": "In-process vLLM without captured graphs."})
+    enable_prefix_caching: bool = field(default=False, metadata={"help": "Prefix caching of the in-process vLLM (the embedded engine always shares prefixes)."})
+    use_ray: bool | None = field(default=False, metadata={"help": "Not available: raises. Start servers with Ray and use vLLM servers instead."})
+    ray_share_training_devices: bool | None = field(default=False, metadata={"help": "Not available: raises."})
+    ray_tensor_parallelism: int = field(default=1, metadata={"help": "Not available: raises when changed."})
+    ray_data_parallelism: int | None = field(default=None, metadata={"help": "Not available: raises when set."})
+    ray_no_memory_duplication: bool | None = field(default=False, metadata={"help": "Not available: raises."})
+
+    # --- rollouts from environments ---
+    rollout_server_url: str | None = field(default=None, metadata={"help": "Take batches from this rollout server instead of sampling prompts here."})
+    rollout_server_token: str | None = field(default=None, metadata={"help": "Bearer token of the rollout server."})
+    rollout_batch_size: int | None = field(default=None, metadata={"help": "Sequences per batch asked of the rollout server; None = one optimizer step's worth."})
+    rollout_wait_timeout_s: float = field(default=600.0, metadata={"help": "A batch that does not come within this time is an error that says who is waited for."})
+    rollout_max_token_len: int | None = field(default=None, metadata={"help": "Longest sequence announced to environments; None = max_prompt_length + max_completion_length."})
+    max_batches_offpolicy: int = field(default=3, metadata={"help": "Batches an environment may be ahead of the trainer."})
+    max_staleness: int | None = field(default=None, metadata={"help": "Samples whose oldest token is more policy versions behind are refused and counted. None = 0 in process (sampling and update take turns), max_batches_offpolicy with a rollout server. In process, n > 0 samples up to n batches ahead during the update."})
+    policy_server_port: int | None = field(default=None, metadata={"help": "Serve the policy being trained on this port from this process (OpenAI routes and /generate), so environments sample from the live weights. 0 = any free port."})
+    policy_server_host: str = field(default="127.0.0.1", metadata={"help": "Address of the policy server."})
+    policy_model_name: str = field(default="policy", metadata={"help": "Model name of the policy server."})
+
+    # --- memory and speed ---
+    offload_untrained_models: bool = field(default=False, metadata={"help": "Reference and reward models stay on the CPU outside their use."})
+    ds3_gather_for_generation: bool = field(default=True, metadata={"help": "DeepSpeed ZeRO-3: gather the weights for generation."})
+    backprop_accumulation_steps: int | None = field(default=None, metadata={"help": "Cut each micro-step into that many pieces, each with its own backward pass: same gradients, less memory."})
+    backprop_accumulation_micro_batch_size: int | None = field(default=None, metadata={"help": "The same, by the most sequences in one piece."})
+    packing: str = field(default="auto", metadata={"help": "padded, packed, shared_prefix, or auto."})
+    packing_row_length: int | None = field(default=None, metadata={"help": "Wished length of a packed row; None = the longest sample."})
+    logprob_chunk_size: int | None = field(default=None, metadata={"help": "Positions whose logits are held at a time; None = by a memory budget."})
+    engine_kwargs: dict[str, Any] | None = field(default=None, metadata={"help": "Settings of the embedded engine (EngineConfig fields)."})
+
+    # --- determinism and records ---
+    deterministic: bool = field(default=False, metadata={"help": "Deterministic kernels and per-completion seeds: a run that is killed and resumed equals the uninterrupted one."})
+    metrics_file: str | None = field(default="metrics.jsonl", metadata={"help": "Every step's metrics as JSON lines, below output_dir; None = off."})
+    log_completions: bool = field(default=False, metadata={"help": "Log a table of completions to the trackers at logging steps."})
+    save_completions_probability: float | None = field(default=None, metadata={"help": "Share of the completions stored as CSV under output_dir/stored_completions."})
+    activate_debugging_logs: bool = field(default=False, metadata={"help": "Log each phase of a step with its time and memory."})
+
+    # --- teaching ---
+    max_probe_tokens: int | None = field(default=500, metadata={"help": "Longest diagnostic probe of the student."})
+    student_diagnostic_template: str | None = field(default=None, metadata={"help": "Prompt of the probe; placeholder {question}."})
+    teacher_adaptive_template: str | None = field(default=None, metadata={"help": "Prompt of the teacher; placeholders {question} {approach} and the context ones."})
+    student_with_teaching_template: str | None = field(default=None, metadata={"help": "Prompt of the taught student; placeholders {question} {teaching} and the context ones."})
+    student_baseline_template: str | None = field(default=None, metadata={"help": "Prompt of the untaught student; placeholder {question}."})
+
+    def __post_init__(self) -> None:
+        self._resolve_best_model()
+        self.report_to = resolve_trackers(self.report_to)
+        if self.deterministic:
+            self.full_determinism = True
+        super().__post_init__()
+        check_config(self)
+
+    def _resolve_best_model(self) -> None:
+        """``load_best_model_at_end`` needs an evaluation; with one, the save strategy follows the eval strategy."""
+        strategy = str(getattr(self.eval_strategy, "value", self.eval_strategy))
+        if not self.load_best_model_at_end:
+            return
+        if strategy == "no":
+            logger.info("load_best_model_at_end has no effect: no evaluation is configured (eval_strategy='no')")
+            self.load_best_model_at_end = False
+            return
+        if str(getattr(self.save_strategy, "value", self.save_strategy)) != "best":
+            self.save_strategy = strategy
+        eval_steps = self.eval_steps or self.logging_steps
+        if strategy == "steps" and self.save_steps >= 1 and eval_steps >= 1 and self.save_steps % eval_steps:
+            aligned = math.ceil(self.save_steps / eval_steps) * eval_steps
+            logger.info("save_steps %s becomes %s, a multiple of eval_steps %s, so that the best model can be saved", self.save_steps, aligned, eval_steps)
+            self.save_steps = aligned
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """``warmup_steps`` when set (below 1: a share), else ``warmup_ratio`` of all steps."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return math.ceil(num_training_steps * (self.warmup_steps or self.warmup_ratio))
+
+    @property
+    def completion_limit(self) -> int:
+        """``max_completion_length`` as a number."""
+        return self.max_completion_length if self.max_completion_length is not None else 256
+
+    @property
+    def staleness_bound(self) -> int:
+        """``max_staleness`` with its default filled in."""
+        if self.max_staleness is not None:
+            return self.max_staleness
+        return self.max_batches_offpolicy if self.rollout_server_url else 0
+
+    @property
+    def sampler_kind(self) -> str:
+        """Which sampler the settings choose."""
+        if self.sampler != "auto":
+            return self.sampler
+        if self.use_vllm_server:
+            return "vllm_server"
+        return "vllm" if self.use_vllm else "engine"
+
+    def require_model_name(self) -> str:
+        """The model's name, or an error that says where to put it."""
+        if not self.model_name_or_path:
+            raise ConfigError("no policy: give model_name_or_path in the config, or a model to the trainer (model=...)")
+        return self.model_name_or_path
+
+
+def resolve_trackers(report_to: None | str | list[str]) -> None | str | list[str]:
+    """``report_to`` without wandb when wandb cannot work here; says so once."""
+    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    if "wandb" not in names:
+        return report_to
+    reason = wandb_obstacle()
+    if reason is None:
+        return names
+    logger.warning("report_to: wandb is left out, %s; metrics still go to the JSONL file", reason)
+    return [name for name in names if name != "wandb"] or "none"
+
+
+def wandb_obstacle() -> str | None:
+    """Why wandb cannot be used here, or None."""
+    if importlib.util.find_spec("wandb") is None:
+        return "the package is not installed (pip install 'atropos-atlas[wandb]')"
+    if os.environ.get("WANDB_MODE", "").lower() in {"offline", "disabled", "dryrun"} or os.environ.get("WANDB_API_KEY"):
+        return None
+    for name in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
+        path = Path(name).expanduser() if name else None
+        if path is not None and path.is_file() and "wandb" in path.read_text(errors="replace"):
+            return None
+    return "it is not configured (no WANDB_API_KEY, no login, WANDB_MODE is not offline)"

@@ -1,0 +1,172 @@
+"""Log-probs of a microbatch under a model, whatever wraps it.
+
+The decoder gives hidden states for the whole rows; only the positions that predict a trained token pass through the head.
+Wrappers that must see a forward call (DDP, FSDP, DeepSpeed) see one: the computation runs inside the wrapped module's forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from atlaslib.algorithms.logprobs import HeadOptions, TokenLogprobs, token_logprobs
+from atlaslib.errors import ConfigError
+from atlaslib.types import Microbatch
+
+
+class PolicyForward:
+    """Computes :class:`TokenLogprobs` of microbatches; remembers the settings that do not change in a run."""
+
+    def __init__(self, *, unwrap: Callable[[Any], Any], chunk_size: int | None = None, at_temperature: bool = True) -> None:
+        self._unwrap, self._chunk_size, self._at_temperature = unwrap, chunk_size, at_temperature
+
+    def __call__(self, model: Any, batch: Microbatch, *, with_entropy: bool = False) -> TokenLogprobs:
+        """Columns of the result: the trained token first, then the distilled candidates when the batch has any."""
+        inner = self._unwrap(model)
+
+        def compute() -> TokenLogprobs:
+            return self._compute(inner, batch, with_entropy)
+
+        return run_as_forward(model, inner, compute)  # type: ignore[no-any-return]
+
+    def _compute(self, inner: Any, batch: Microbatch, with_entropy: bool) -> TokenLogprobs:
+        base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+        decoder, head = find_decoder(base), base.get_output_embeddings()
+        output = decoder(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=attention_mask_for(base, batch.attention_mask),
+            use_cache=False,
+        )
+        hidden = output.last_hidden_state.reshape(-1, output.last_hidden_state.shape[-1])
+        picked = hidden.index_select(0, batch.source_index)
+        targets = batch.target_ids.unsqueeze(1)
+        if batch.distill_ids is not None:
+            targets = torch.cat([targets, batch.distill_ids], dim=1)
+        temperature = batch.temperature if self._at_temperature else torch.ones_like(batch.temperature)
+        if batch.num_trained_tokens == 0:
+            return TokenLogprobs(hidden.sum(-1, keepdim=True)[:0] + 0.0 * hidden.sum(), None)
+        if not is_plain_linear(head):
+            return _module_head_logprobs(head, picked, targets, temperature, self._chunk_size, head_options(base.config), with_entropy)
+        autocast = torch.is_autocast_enabled(picked.device.type)
+        return token_logprobs(
+            picked,
+            head.weight,
+            targets,
+            bias=head.bias,
+            temperature=temperature,
+            chunk_size=self._chunk_size,
+            with_entropy=with_entropy,
+            head=head_options(base.config),
+            compute_dtype=torch.get_autocast_dtype(picked.device.type) if autocast else None,
+        )
+
+
+def run_as_forward(wrapper: Any, inner: Any, compute: Callable[[], Any]) -> Any:
+    """Run ``compute`` inside ``wrapper``'s forward call, in place of ``inner``'s own forward."""
+    if wrapper is inner and not inner._forward_hooks and not inner._forward_pre_hooks:
+        return compute()
+    had_own = "forward" in inner.__dict__
+    original = inner.forward
+
+    def replacement(*_: Any, **__: Any) -> Any:
+        restore()
+        return compute()
+
+    def restore() -> None:
+        if had_own:
+            inner.forward = original
+        else:
+            inner.__dict__.pop("forward", None)
+
+    inner.forward = replacement
+    try:
+        return wrapper()
+    finally:
+        restore()
+
+
+def find_decoder(model: Any) -> Any:
+    """The part of a causal language model that ends in hidden states."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if decoder is None or decoder is model:
+        decoder = getattr(model, getattr(model, "base_model_prefix", "model") or "model", None)
+    if decoder is None or decoder is model:
+        raise ConfigError(f"cannot find the decoder of {type(model).__name__}; a causal language model of transformers is needed")
+    return decoder
+
+
+def is_plain_linear(head: Any) -> bool:
+    """A head that is one matrix (and bias): an adapter or a quantised layer is not."""
+    return isinstance(head, torch.nn.Linear) and not hasattr(head, "base_layer") and head.weight.is_floating_point()
+
+
+def head_options(config: Any) -> HeadOptions:
+    """What some families do to logits beyond the linear map."""
+    softcap = getattr(config, "final_logit_softcapping", None)
+    scale = 1.0
+    if getattr(config, "logit_scale", None):
+        scale = float(config.logit_scale)
+    if getattr(config, "logits_scaling", None):
+        scale = 1.0 / float(config.logits_scaling)
+    return HeadOptions(logit_scale=scale, softcap=None if softcap is None else float(softcap))
+
+
+def attention_mask_for(model: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The boolean [R, 1, W, W] mask in the form the model's attention wants."""
+    if mask is None:
+        return None
+    kind = getattr(model.config, "_attn_implementation", "sdpa")
+    if kind == "sdpa":
+        return mask
+    if kind == "eager":
+        dtype = next(model.parameters()).dtype
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+    raise ConfigError(f"packed rows need attn_implementation 'sdpa' or 'eager', the model uses {kind!r}; set packing='padded'")
+
+
+def _module_head_logprobs(
+    head: Any,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: torch.Tensor,
+    chunk_size: int | None,
+    options: HeadOptions,
+    with_entropy: bool,
+) -> TokenLogprobs:
+    """The same through a head that is a module of its own kind; chunks are recomputed in the backward pass."""
+
+    def chunk(part: torch.Tensor, ids: torch.Tensor, divisor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = head(part).float() * options.logit_scale
+        if options.softcap is not None:
+            logits = torch.tanh(logits / options.softcap) * options.softcap
+        log_p = torch.log_softmax(logits / divisor.unsqueeze(1), dim=-1)
+        entropy = -(log_p.exp() * log_p).sum(-1) if with_entropy else log_p.new_zeros(part.shape[0])
+        return log_p.gather(1, ids), entropy
+
+    size = chunk_size or 1024
+    pieces = [
+        torch.utils.checkpoint.checkpoint(chunk, hidden[i : i + size], targets[i : i + size], temperature[i : i + size], use_reentrant=False)
+        for i in range(0, hidden.shape[0], size)
+    ]
+    logprobs = torch.cat([piece[0] for piece in pieces])
+    return TokenLogprobs(logprobs, torch.cat([piece[1] for piece in pieces]) if with_entropy else None)
+
+
+@contextlib.contextmanager
+def adapter_disabled(model: Any) -> Iterator[None]:
+    """The model without its LoRA adapter: the reference of an adapter run."""
+    with model.disable_adapter():
+        yield
+
+
+def zero_dropout(model: Any) -> None:
+    """Every dropout probability to 0, in modules and in the attention settings."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0

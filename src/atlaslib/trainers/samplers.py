@@ -1,0 +1,156 @@
+"""The sampler of a trainer: chosen from the config, started with training, kept at the present weights."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from atlaslib.errors import ConfigError, UnsupportedModelError
+from atlaslib.generation.protocol import Sampler
+
+if TYPE_CHECKING:
+    from atlaslib.trainers.grpo import GRPOTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class SamplerHost:
+    """Owns the sampler and, when asked for, the policy server that lets environments sample from the live weights."""
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self._trainer = trainer
+        self._sampler: Sampler | None = None
+        self._engine: Any = None
+        self._thread: Any = None
+        self._server: Any = None
+
+    @property
+    def policy_server_url(self) -> str | None:
+        """Where the policy server answers, once it runs."""
+        return None if self._server is None else str(self._server.url)
+
+    @property
+    def engine(self) -> Any:
+        """The embedded engine when that is the sampler and it has been made, else None."""
+        return self._engine
+
+    def start(self) -> None:
+        """Called when training begins and the model is where it stays."""
+        config = self._trainer.config
+        wants_server = config.policy_server_port is not None and self._trainer.is_world_process_zero()
+        if wants_server:
+            self._make()
+            self._start_server()
+        if self._engine is not None:
+            self._engine.version = self._trainer.policy_version
+
+    def synced(self, version: int) -> Sampler:
+        """The sampler with the weights of ``version``."""
+        if self._sampler is None:
+            self._make()
+        assert self._sampler is not None
+        with self._trainer.metrics.time("sync"):
+            self._sampler.sync(version)
+        return self._sampler
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """The optimizer writes weights inside this block."""
+        if self._engine is None:
+            yield
+            return
+        with self._engine.updating():
+            yield
+
+    @contextlib.contextmanager
+    def exclusive_forward(self) -> Iterator[None]:
+        """No engine step runs beside the trainer's forward pass: both use the same module."""
+        if self._thread is None:
+            yield
+            return
+        with self._engine.exclusive():
+            yield
+
+    @contextlib.contextmanager
+    def exclusive_backward(self) -> Iterator[None]:
+        """Gradient checkpointing runs forward passes in the backward pass; otherwise sampling goes on beside it."""
+        if self._thread is None or not self._trainer.config.gradient_checkpointing:
+            yield
+            return
+        with self._engine.exclusive():
+            yield
+
+    def close(self) -> None:
+        """Stop the server and the engine's thread; a later use starts anew."""
+        if self._server is not None:
+            self._server.stop()
+        if self._thread is not None:
+            self._thread.stop()
+        if self._sampler is not None:
+            self._sampler.close()
+        self._server = self._thread = self._sampler = self._engine = None
+
+    def _make(self) -> None:
+        if self._sampler is not None:
+            return
+        kind = self._trainer.config.sampler_kind
+        if kind == "engine":
+            try:
+                self._sampler = self._engine_sampler()
+                return
+            except UnsupportedModelError as error:
+                if self._trainer.config.sampler == "engine" or self._trainer.config.policy_server_port is not None:
+                    raise
+                logger.warning("sampling with transformers' generate instead of the embedded engine: %s", error)
+                kind = "transformers"
+        self._sampler = _MAKERS[kind](self._trainer)
+
+    def _engine_sampler(self) -> Sampler:
+        from atlaslib.engine import Engine, EngineConfig
+        from atlaslib.generation.engine_sampler import EngineSampler
+
+        trainer = self._trainer
+        settings = {"update_mode": "in_flight" if trainer.config.policy_server_port is not None else "drain", **(trainer.config.engine_kwargs or {})}
+        self._engine = Engine(trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class, EngineConfig(**settings))
+        self._engine.version = trainer.policy_version
+        return EngineSampler(self._engine)
+
+    def _start_server(self) -> None:
+        from atlaslib.engine import EngineThread
+        from atlaslib.engine.server import serve_in_thread
+
+        config = self._trainer.config
+        self._thread = EngineThread(self._engine)
+        self._thread.start()
+        self._sampler.thread = self._thread  # type: ignore[union-attr]
+        self._server = serve_in_thread(
+            self._thread, self._trainer.processing_class, config.policy_model_name, host=config.policy_server_host, port=config.policy_server_port
+        )
+        logger.info("the policy is served at %s", self._server.url)
+
+
+def _transformers_sampler(trainer: GRPOTrainer) -> Sampler:
+    from atlaslib.generation.transformers_sampler import TransformersSampler
+
+    return TransformersSampler(trainer.accelerator.unwrap_model(trainer.model), pad_id=trainer.processing_class.pad_token_id)
+
+
+def _vllm_sampler(trainer: GRPOTrainer) -> Sampler:
+    from atlaslib.generation.vllm_sampler import VLLMSampler
+
+    return VLLMSampler(trainer)
+
+
+def _vllm_server_sampler(trainer: GRPOTrainer) -> Sampler:
+    from atlaslib.generation.vllm_server_sampler import VLLMServerSampler
+
+    return VLLMServerSampler.for_trainer(trainer)
+
+
+def _no_sampler(trainer: GRPOTrainer) -> Sampler:
+    raise ConfigError(f"sampler {trainer.config.sampler!r} is not known")
+
+
+_MAKERS = {"transformers": _transformers_sampler, "vllm": _vllm_sampler, "vllm_server": _vllm_server_sampler, "auto": _no_sampler}

@@ -1,0 +1,92 @@
+"""Metrics of a run: collected during a step, written as one JSON line per step, averaged for the trackers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class StepMetrics:
+    """Values of the step in progress and of the logging window."""
+
+    def __init__(self) -> None:
+        self._step: dict[str, list[float]] = defaultdict(list)
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._window: dict[str, list[float]] = defaultdict(list)
+        self._started = time.perf_counter()
+
+    def add(self, **values: float) -> None:
+        """One observation each; names may not hold slashes here, see :meth:`put`."""
+        for name, value in values.items():
+            self.put(name, value)
+
+    def put(self, name: str, value: float) -> None:
+        """One observation of ``area/name``; a step's value is the mean of its observations. NaN is left out."""
+        if not math.isnan(value):
+            self._step[name].append(float(value))
+
+    @contextlib.contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Add the time of the block to ``time/<name>_s``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - start
+
+    def add_seconds(self, name: str, seconds: float) -> None:
+        """Add to ``time/<name>_s``."""
+        self._seconds[name] += seconds
+
+    def close_step(self) -> dict[str, float]:
+        """The step's values; starts the next step."""
+        now = time.perf_counter()
+        values = {name: sum(observed) / len(observed) for name, observed in self._step.items() if observed}
+        values.update({f"time/{name}_s": seconds for name, seconds in self._seconds.items()})
+        values["time/step_s"] = now - self._started
+        if "train/num_tokens" in values and values["time/step_s"] > 0:
+            values["train/tokens_per_s"] = values["train/num_tokens"] / values["time/step_s"]
+        self._started = now
+        self._step.clear()
+        self._seconds.clear()
+        for name, value in values.items():
+            self._window[name].append(value)
+        return values
+
+    def drain_window(self) -> dict[str, float]:
+        """Means over the steps since the last call, for the trackers."""
+        means = {name: sum(values) / len(values) for name, values in self._window.items()}
+        self._window.clear()
+        return means
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one line per step. A resumed run drops the lines after its checkpoint and goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def rewind(self, step: int) -> None:
+        """Keep the lines up to ``step``."""
+        if not self.path.is_file():
+            return
+        kept = []
+        for line in self.path.read_text().splitlines():
+            try:
+                if json.loads(line).get("step", 0) <= step:
+                    kept.append(line)
+            except json.JSONDecodeError:
+                continue  # a line cut off by a killed process
+        self.path.write_text("".join(line + "\n" for line in kept))
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Append one line; values that JSON cannot hold become null."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        clean = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, "time": time.time(), **clean}) + "\n")
