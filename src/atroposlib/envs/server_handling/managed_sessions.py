@@ -63,10 +63,23 @@ def _local_session(manager: ServerManager, server: Any, tokenizer: Any, preserve
                 "give; set server_type to 'vllm' or 'sglang' if the server is one of those. For evaluation or data "
                 "generation with placeholder tokens set ATROPOS_ALLOW_DUMMY_MANAGED_SERVER=1"
             )
-        logger.warning("%s gives no exact tokens: this session records placeholders, do not train on them", server.label)
+        logger.warning(
+            "%s gives no exact tokens: this session records placeholders, do not train on them", server.label
+        )
         return DummyManagedServer(server=server, tokenizer=tokenizer)
     if hasattr(server, "response_map") and server.tokenizer is None and tokenizer is not None:
         server.tokenizer = tokenizer  # the in-process server encodes its replies with the environment's tokenizer
+
+    def reroute(down: Any) -> Any:
+        replacement = manager.pick_session_server()
+        _count(down, -1)
+        _count(replacement, 1)
+        return replacement
+
     return ManagedServer(
-        server=server, tokenizer=tokenizer, tool_parser=manager.tool_parser, preserve_think_blocks=preserve_think_blocks
+        server=server,
+        tokenizer=tokenizer,
+        tool_parser=manager.tool_parser,
+        preserve_think_blocks=preserve_think_blocks,
+        reroute=reroute,
     )

@@ -69,7 +69,9 @@ def resolve_openai_configs(
         if given.get("base_url"):
             return [_server_config(given)]
         if given and logger is not None:
-            logger.warning("one server without base_url under `openai:` cannot change the listed servers; it is ignored")
+            logger.warning(
+                "one server without base_url under `openai:` cannot change the listed servers; it is ignored"
+            )
         return default_server_configs
     if isinstance(default_server_configs, APIServerConfig):
         return _server_config({**default_server_configs.model_dump(), **merged, **given})

@@ -44,7 +44,8 @@ def build_servers(
         return [DeterministicServer(_first_config(configs))]
     listed = server_configs(configs, slurm=slurm)
     return [
-        (server_class or SERVER_CLASSES[config.server_type])(config, reasoning_config=reasoning_config) for config in listed
+        (server_class or SERVER_CLASSES[config.server_type])(config, reasoning_config=reasoning_config)
+        for config in listed
     ]
 
 

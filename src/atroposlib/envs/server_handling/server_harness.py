@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs.server_handling.adaptive_semaphore import AsyncSemWithAdaptiveWeight
 from atroposlib.envs.server_handling.api_server import TokensAndLogprobs
-from atroposlib.envs.server_handling.policy_versions import note_policy_versions
+from atroposlib.envs.server_handling.policy_versions import note_reply_versions
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class DeterministicServer(ServerHarness):
             if canned is not None:
                 return canned
             messages = kwargs["messages"] if "messages" in kwargs else args[0]
-            note_policy_versions([self.POLICY_VERSION])
+            self._note_versions(kwargs)
             return create_chat_completion(self._texts(self.conv_to_dictkey(messages), kwargs))
 
     async def completion(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ class DeterministicServer(ServerHarness):
             canned = await super().completion(*args, **kwargs)
             if canned is not None:
                 return canned
-            note_policy_versions([self.POLICY_VERSION])
+            self._note_versions(kwargs)
             prompt = kwargs["prompt"] if "prompt" in kwargs else args[0]
             return create_completion(self._texts(str(prompt), kwargs))
 
@@ -152,7 +152,7 @@ class DeterministicServer(ServerHarness):
             if prompt in self.tokens_and_logprobs_map:
                 return self.tokens_and_logprobs_map[prompt]
             prompt_ids = list(ids) if ids is not None else self._encode(prompt)
-            note_policy_versions([self.POLICY_VERSION])
+            self._note_versions(kwargs)
             outputs, reasons = [], []
             limit = kwargs.get("max_tokens") or kwargs.get("max_completion_tokens") or kwargs.get("max_new_tokens")
             for text in self._texts(str(prompt_ids), kwargs):
@@ -173,6 +173,9 @@ class DeterministicServer(ServerHarness):
                 "prompt_topk_token_ids": [[token + k for k in range(top)] for token in ids],
                 "prompt_topk_logprobs": [[deterministic_logprob(token, k) - k for k in range(top)] for token in ids],
             }
+
+    def _note_versions(self, kwargs: dict[str, Any]) -> None:
+        note_reply_versions({"policy_versions": [self.POLICY_VERSION]}, int(kwargs.get("n") or 1))
 
     def _slot(self, kwargs: dict[str, Any]) -> AsyncSemWithAdaptiveWeight:
         return self.sem if kwargs.get("split", "train") == "train" else self.eval_sem

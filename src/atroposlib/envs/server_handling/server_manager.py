@@ -59,7 +59,9 @@ class ServerManagerConfig(BaseModel):
 
     slurm: bool = Field(default=True, description="Find the servers from the node list when inside a Slurm job.")
     testing: bool = Field(default=False, description="Answer in process, deterministically, without a network.")
-    max_n_completions: int = Field(default=8, gt=0, description="Larger n is asked as several calls of at most this many.")
+    max_n_completions: int = Field(
+        default=8, gt=0, description="Larger n is asked as several calls of at most this many."
+    )
     proxy_url: str | None = Field(default=None, description="Open managed sessions at this proxy.")
 
 
@@ -250,7 +252,9 @@ class ServerManager:
         for server in self.servers:
             await server.update_weight(weight)
 
-    async def wandb_metrics(self, metrics_dict: dict[str, Any] | None, server_name: str | None = None) -> dict[str, Any]:
+    async def wandb_metrics(
+        self, metrics_dict: dict[str, Any] | None, server_name: str | None = None
+    ) -> dict[str, Any]:
         """The metrics of all servers, named server_0, server_1, ..."""
         metrics = metrics_dict if metrics_dict is not None else {}
         for index, server in enumerate(self.servers):

@@ -45,7 +45,9 @@ def _expand(pattern: str) -> list[str]:
         try:
             width, low, high = len(first), int(first), int(last or first)
         except ValueError as error:
-            raise ConfigError(f"cannot read the node list part {pattern!r}: {piece!r} is not a number or range") from error
+            raise ConfigError(
+                f"cannot read the node list part {pattern!r}: {piece!r} is not a number or range"
+            ) from error
         numbers.extend(str(number).zfill(width) for number in range(low, high + 1))
     return [host for number in numbers for host in _expand(f"{head}{number}{tail}")]
 

@@ -141,7 +141,9 @@ def _chosen(entry: Any, token: int | None) -> tuple[int, float]:
     if isinstance(entry, int | float) and token is not None:
         return token, float(entry)
     if not isinstance(entry, dict) or not entry:
-        raise ValueError(f"a log-prob entry of /generate is neither a number nor a mapping of id to log-prob: {entry!r}")
+        raise ValueError(
+            f"a log-prob entry of /generate is neither a number nor a mapping of id to log-prob: {entry!r}"
+        )
     key = str(token) if token is not None and str(token) in entry else next(iter(entry))
     return int(key), _number(entry[key])
 

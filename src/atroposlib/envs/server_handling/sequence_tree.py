@@ -1,0 +1,182 @@
+"""The exact-token record of a session: which ids were sent and sampled, and which sequence a prompt continues (pure)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+IGNORED = -100
+NO_LOGPROB = 1.0
+
+
+class SequenceNode(BaseModel):
+    """One trainable sequence. The three lists have the same length L."""
+
+    full_text: str
+    tokens: list[int]  # [L] every id, sent or sampled
+    masked_tokens: list[int]  # [L] the id where it was sampled, -100 where it was sent
+    logprobs: list[float]  # [L] log-prob where it was sampled, 1.0 where it was sent
+    metadata: dict[str, Any] | None = None
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Turn:
+    """What is known of the moment a node was made; needed to see whether a later prompt continues it."""
+
+    node: SequenceNode
+    prompt_text: str
+    reply_raw: str  # the sampled text with control tokens
+    reply_text: str  # without
+    end_text: str  # text of the control token that ended the reply; empty when none did
+    conversation: Hashable | None = None  # key of the messages including the reply; None for plain completions
+
+
+@dataclass(kw_only=True, slots=True)
+class Prefix:
+    """Recorded ids that a new prompt begins with, and the text that follows them."""
+
+    turn: Turn
+    tokens: list[int]
+    masked_tokens: list[int]
+    logprobs: list[float]
+    suffix_text: str
+
+
+class SequenceTree:
+    """Nodes in the order they were made; a continued node is replaced in its place (or kept, in tree mode).
+
+    Lookups go by hash: of the conversation, or of the text up to each length at which a recorded sequence ends.
+    """
+
+    def __init__(self, keep_all: bool = False) -> None:
+        self.keep_all = keep_all
+        self.nodes: list[SequenceNode] = []
+        self._by_conversation: dict[Hashable, list[Turn]] = defaultdict(list)
+        self._by_text: dict[str, list[Turn]] = defaultdict(list)
+        self._text_lengths: dict[int, int] = defaultdict(int)  # length -> how many texts have it
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.nodes = []
+        self._by_conversation.clear()
+        self._by_text.clear()
+        self._text_lengths.clear()
+
+    def is_live(self, turn: Turn) -> bool:
+        """Whether the node is still a leaf: nothing has continued it in place."""
+        return any(node is turn.node for node in self.nodes)
+
+    def find_conversation(self, keys: Sequence[Hashable]) -> tuple[int, Turn] | None:
+        """The longest recorded conversation that begins this one, with its number of messages."""
+        for count in range(len(keys), 0, -1):
+            turn = self._preferred(self._by_conversation.get(keys[count - 1]))
+            if turn is not None:
+                return count, turn
+        return None
+
+    def find_text(self, prompt: str) -> tuple[Turn, bool] | None:
+        """The longest recorded text that begins ``prompt``; True when it matched with its control tokens."""
+        for length in sorted(self._text_lengths, reverse=True):
+            if length > len(prompt):
+                continue
+            text = prompt[:length]
+            turn = self._preferred(self._by_text.get(text))
+            if turn is not None:
+                return turn, text == turn.prompt_text + turn.reply_raw
+        return None
+
+    def _preferred(self, turns: list[Turn] | None) -> Turn | None:
+        # Equal replies are continued one after the other; when all are continued already, a new branch starts.
+        if not turns:
+            return None
+        return next((turn for turn in turns if self.is_live(turn)), turns[0])
+
+    def add(self, turns: Sequence[Turn], extends: Turn | None) -> None:
+        """Record the choices of one call: the first takes the place of the node it continues, the others are new."""
+        for index, turn in enumerate(turns):
+            if index == 0 and extends is not None and not self.keep_all and self.is_live(extends):
+                place = next(i for i, node in enumerate(self.nodes) if node is extends.node)
+                self.nodes[place] = turn.node
+            else:
+                self.nodes.append(turn.node)
+            self._index(turn)
+
+    def _index(self, turn: Turn) -> None:
+        if turn.conversation is not None:
+            self._by_conversation[turn.conversation].append(turn)
+        for text in {turn.prompt_text + turn.reply_raw, turn.prompt_text + turn.reply_text}:
+            self._by_text[text].append(turn)
+            self._text_lengths[len(text)] += 1
+
+
+def prefix_of(turn: Turn, suffix_text: str, *, drop_end: bool = False) -> Prefix:
+    """The ids of ``turn`` to continue from; ``drop_end`` leaves out the control token that ended the reply."""
+    node = turn.node
+    end = len(node.tokens) - 1 if drop_end and turn.end_text else len(node.tokens)
+    return Prefix(
+        turn=turn,
+        tokens=node.tokens[:end],
+        masked_tokens=node.masked_tokens[:end],
+        logprobs=node.logprobs[:end],
+        suffix_text=suffix_text,
+    )
+
+
+def suffix_after_reply(rest: str, turn: Turn, turn_end: str | None) -> str | None:
+    """What follows the reply of ``turn`` in ``rest``, the new prompt after the old prompt's text.
+
+    The reply may come back without its control token or with other white space round it. None when ``rest`` does not
+    show this reply: the template or the caller changed it.
+    """
+    if turn.end_text and rest.startswith(turn.reply_raw):
+        return rest[len(turn.reply_raw) :]
+    if not turn.end_text and rest.startswith(turn.reply_text):
+        after = rest[len(turn.reply_text) :]
+        if _ends_turn(after, turn_end):
+            return after
+    body = rest.lstrip()
+    core = turn.reply_text.strip()
+    if not body.startswith(core):
+        return None
+    after = body[len(core) :]
+    if turn.end_text:
+        place = after.find(turn.end_text)
+        return after[place + len(turn.end_text) :] if place >= 0 and not after[:place].strip() else None
+    trimmed = after.lstrip() if turn.reply_text != turn.reply_text.rstrip() else after
+    return trimmed if _ends_turn(trimmed, turn_end) else None
+
+
+def _ends_turn(text: str, turn_end: str | None) -> bool:
+    return turn_end is None or not turn_end.strip() or text.lstrip().startswith(turn_end.strip())
+
+
+def recorded_node(
+    *,
+    prompt_ids: Sequence[int],
+    prefix: Prefix | None,
+    output_ids: Sequence[int],
+    output_logprobs: Sequence[float],
+    full_text: str,
+    metadata: dict[str, Any],
+) -> SequenceNode:
+    """The node of one choice: ids sent are masked, ids sampled (in this or an earlier turn) are not.
+
+    Missing log-probs are filled with 1.0 and surplus ones cut.
+    """
+    masked, logprobs = [IGNORED] * len(prompt_ids), [NO_LOGPROB] * len(prompt_ids)
+    if prefix is not None and list(prompt_ids[: len(prefix.tokens)]) == prefix.tokens:
+        masked[: len(prefix.tokens)] = prefix.masked_tokens
+        logprobs[: len(prefix.tokens)] = prefix.logprobs
+    sampled = [float(value) for value in output_logprobs[: len(output_ids)]]
+    sampled += [NO_LOGPROB] * (len(output_ids) - len(sampled))
+    return SequenceNode(
+        full_text=full_text,
+        tokens=[*prompt_ids, *output_ids],
+        masked_tokens=[*masked, *output_ids],
+        logprobs=[*logprobs, *sampled],
+        metadata=metadata,
+    )
