@@ -1,0 +1,311 @@
+"""The routes every environment and trainer calls all the time, as plain ASGI in front of the framework.
+
+`/scored_data`, `/scored_data_list`, `/batch`, `/status`, `/status-env`. Bodies are validated once into compact bytes and spliced into
+batches as they are; nothing is parsed into Python lists or serialised again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from atroposlib.api import binary
+from atroposlib.api.middleware import (
+    OFF_LOOP_BYTES,
+    ASGIApp,
+    BodyLimits,
+    HttpError,
+    Receive,
+    Scope,
+    Send,
+    encode_reply,
+    header,
+    is_loopback,
+    read_body,
+    send_bytes,
+    send_json,
+)
+from atroposlib.api.schemas import BINARY_TYPE
+from atroposlib.api.service import Delivery, RolloutService
+from atroposlib.api.wire import WireError, WireGroup, parse_json_groups
+from atroposlib.errors import JournalError
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[Scope, Receive, Send], Awaitable[int]]
+
+_BINARY = BINARY_TYPE.encode()
+_CHUNK = 256 * 1024
+NOT_REGISTERED = "Trainer not registered: POST /register first"
+
+
+class _EnvIdentifier(msgspec.Struct):
+    env_id: int
+
+
+_decode_env = msgspec.json.Decoder(_EnvIdentifier, strict=False).decode
+
+
+class HotRoutes:
+    """Serves the hot routes and passes everything else on. Counts and logs every request."""
+
+    def __init__(self, app: ASGIApp, service: RolloutService, limits: BodyLimits, *, compress: bool | None = None) -> None:
+        self.app = app
+        self.service = service
+        self.limits = limits
+        self.compress = compress
+        """Compress replies for clients that accept it: True always, False never, None when they are on another machine."""
+        self.requests: dict[tuple[str, int], list[float]] = {}  # (path, status) -> [count, seconds]
+        self.routes: dict[tuple[str, str], Handler] = {
+            ("POST", "/scored_data"): self.scored_data,
+            ("POST", "/scored_data_list"): self.scored_data_list,
+            ("GET", "/batch"): self.batch,
+            ("GET", "/status"): self.status,
+            ("GET", "/status-env"): self.status_env,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        handler = self.routes.get((scope["method"], scope["path"]), self.pass_on)
+        try:
+            status = await handler(scope, receive, send)
+        except WireError as error:
+            status = await self._refuse(send, error.status, error.detail)
+        except HttpError as error:
+            status = await self._refuse(send, error.status, error.detail)
+        except JournalError as error:
+            status = await self._refuse(send, 507, str(error))
+        self._record(scope, status, time.perf_counter() - started)
+
+    async def _refuse(self, send: Send, status: int, detail: Any) -> int:
+        await send_json(send, {"detail": detail}, status)
+        return status
+
+    def _record(self, scope: Scope, status: int, seconds: float) -> None:
+        path = scope["path"] if status != 404 else "other"
+        total = self.requests.setdefault((path, status), [0, 0.0])
+        total[0] += 1
+        total[1] += seconds
+        level = logging.WARNING if status >= 400 else logging.DEBUG if handler_is_hot(scope) else logging.INFO
+        if logger.isEnabledFor(level):
+            logger.log(level, "%s %s -> %d (%.1f ms)", scope["method"], scope["path"], status, seconds * 1e3)
+
+    async def pass_on(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Any other route: the framework answers; we only see the status go by."""
+        status = 500
+
+        async def watch(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        await self.app(scope, receive, watch)
+        return status
+
+    # ---- data in ------------------------------------------------------------------------------------------------------
+
+    async def scored_data(self, scope: Scope, receive: Receive, send: Send) -> int:
+        groups = await self._groups(scope, receive, many=False)
+        answer = (await self._submit(groups))[0]
+        reply = {"status": "received"} if answer < 0 else {"status": "buffered", "buffer_size": answer}
+        await send_json(send, reply)
+        return 200
+
+    async def scored_data_list(self, scope: Scope, receive: Receive, send: Send) -> int:
+        groups = await self._groups(scope, receive, many=True)
+        answers = await self._submit(groups)
+        reply: dict[str, Any] = {"status": "received", "groups_processed": len(answers)}
+        buffered = [answer for answer in answers if answer >= 0]
+        if buffered:
+            reply |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]}
+        await send_json(send, reply)
+        return 200
+
+    async def _groups(self, scope: Scope, receive: Receive, *, many: bool) -> list[WireGroup]:
+        body = await read_body(scope, receive, self.limits)
+        parse = binary.parse_binary_groups if header(scope, b"content-type").startswith(_BINARY) else parse_json_groups
+        try:
+            if len(body) > OFF_LOOP_BYTES:
+                return await asyncio.to_thread(parse, body, many=many)
+            return parse(body, many=many)
+        except WireError as error:
+            self.service.rejected(None, str(error))
+            raise
+
+    async def _submit(self, groups: list[WireGroup]) -> list[int]:
+        try:
+            return await self.service.submit(groups)
+        except WireError as error:
+            self.service.rejected(groups[0].env_id, str(error))
+            raise
+
+    # ---- batches out --------------------------------------------------------------------------------------------------
+
+    async def batch(self, scope: Scope, receive: Receive, send: Send) -> int:
+        query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+        ours = query.get("client", [""])[0] == "ours"
+        after = _number(query, "after") if ours else None
+        as_binary = _BINARY in header(scope, b"accept")
+        await receive()  # the (empty) request body; the next message is the client going away
+        if self.service.store.registration is None:
+            reply = {"status": "error", "message": NOT_REGISTERED, "batch": []}
+            await send_json(send, reply)
+            return 200
+        delivery = await self.service.next_batch(plain=not ours, after=after)
+        if delivery is None:
+            if as_binary:
+                await send_bytes(send, msgspec.msgpack.encode({"batch": None}), 200, [(b"content-type", _BINARY)])
+            else:
+                await send_bytes(send, b'{"batch":null}', 200, [(b"content-type", b"application/json")])
+            return 200
+        arrived = False
+        try:
+            parts = await self._batch_parts(delivery, ours=ours, as_binary=as_binary)
+            arrived = await self._send_parts(scope, receive, send, parts, _BINARY if as_binary else b"application/json")
+        finally:
+            if not arrived:
+                self.service.undelivered(delivery)
+        if arrived:
+            await self.service.delivered(delivery)
+        return 200 if arrived else 499
+
+    async def _batch_parts(self, delivery: Delivery, *, ours: bool, as_binary: bool) -> list[bytes]:
+        ids = [group.group_id for group in delivery.groups]
+        parts: list[bytes] = []
+        if as_binary:
+            parts.append(binary.batch_header(delivery.batch.seq, ids, len(delivery.groups)))
+            for group, payload in zip(delivery.groups, delivery.payloads, strict=True):
+                if not group.binary:
+                    parts.append(binary.bin_head(len(payload)))
+                parts.append(payload)
+            return parts
+        payloads = delivery.payloads
+        if any(group.binary for group in delivery.groups):
+            payloads = await asyncio.to_thread(_all_json, delivery)
+        parts.append(b'{"batch":[')
+        for index, payload in enumerate(payloads):
+            if index:
+                parts.append(b",")
+            parts.append(payload)
+        tail = msgspec.json.encode({"batch_seq": delivery.batch.seq, "group_ids": ids})[1:] if ours else b"}"
+        parts.append(b"]," + tail if ours else b"]" + tail)
+        return parts
+
+    async def _send_parts(self, scope: Scope, receive: Receive, send: Send, parts: list[bytes], content_type: bytes) -> bool:
+        """Send a large reply; False when the client went away before all of it was out."""
+        headers = [(b"content-type", content_type)]
+        encoding = self._reply_encoding(scope)
+        if encoding:
+            parts = [await asyncio.to_thread(lambda: encode_reply(b"".join(parts), encoding))]
+            headers.append((b"content-encoding", encoding))
+        headers.append((b"content-length", str(sum(map(len, parts))).encode()))
+        gone = asyncio.ensure_future(_wait_for_disconnect(receive))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            for chunk in _chunks(parts):
+                if gone.done():
+                    return False
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            for _ in range(3):  # let the loop look at the socket before saying that it arrived
+                await asyncio.sleep(0)
+            if gone.done():
+                return False
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return True
+        finally:
+            gone.cancel()
+
+    def _reply_encoding(self, scope: Scope) -> bytes:
+        if self.compress is False or (self.compress is None and is_loopback(scope)):
+            return b""
+        accepted = header(scope, b"accept-encoding").lower()
+        return b"zstd" if b"zstd" in accepted else b"gzip" if b"gzip" in accepted else b""
+
+    # ---- status -------------------------------------------------------------------------------------------------------
+
+    async def status(self, scope: Scope, receive: Receive, send: Send) -> int:
+        await send_json(send, self.service.store.status())
+        return 200
+
+    async def status_env(self, scope: Scope, receive: Receive, send: Send) -> int:
+        query = scope.get("query_string", b"")
+        if query:
+            env_id = _number(parse_qs(query.decode("latin-1")), "env_id")
+        else:
+            env_id = _env_id(await read_body(scope, receive, self.limits))
+        if env_id is None:
+            raise WireError("env_id is missing; send it as a query parameter or in a JSON body", "env_id", kind="missing")
+        store = self.service.store
+        env = store.envs.touch(env_id)
+        if env is None:
+            raise HttpError(404, f"environment {env_id} is not known here; register it with POST /register-env")
+        await send_json(send, store.env_status(env))
+        return 200
+
+
+def handler_is_hot(scope: Scope) -> bool:
+    """Called so often that a line per request is noise."""
+    return scope["path"] in {"/scored_data", "/scored_data_list", "/batch", "/status", "/status-env", "/healthz", "/metrics", "/heartbeat"}
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _chunks(parts: list[bytes]) -> list[bytes]:
+    """Join small pieces so that each send is worth it."""
+    chunks: list[bytes] = []
+    small: list[bytes] = []
+    size = 0
+    for part in parts:
+        if len(part) >= _CHUNK:
+            if small:
+                chunks.append(b"".join(small))
+                small, size = [], 0
+            chunks.append(part)
+            continue
+        small.append(part)
+        size += len(part)
+        if size >= _CHUNK:
+            chunks.append(b"".join(small))
+            small, size = [], 0
+    if small:
+        chunks.append(b"".join(small))
+    return chunks
+
+
+def _all_json(delivery: Delivery) -> list[bytes]:
+    return [
+        binary.to_json(payload) if group.binary else payload
+        for group, payload in zip(delivery.groups, delivery.payloads, strict=True)
+    ]
+
+
+def _number(query: dict[str, list[str]], name: str) -> int | None:
+    text = query.get(name, [""])[0]
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise WireError(f"{name} is {text!r}; it must be a whole number", name, kind="int_parsing") from None
+
+
+def _env_id(body: bytes) -> int | None:
+    if not body:
+        return None
+    try:
+        return _decode_env(body).env_id
+    except msgspec.MsgspecError as error:
+        raise WireError(f"the body must be {{\"env_id\": number}}: {error}", "env_id") from None

@@ -1,0 +1,303 @@
+"""`RolloutService`: the store and its journal as one asynchronous thing; what the HTTP routes call.
+
+Every change goes the same way: decide (store), journal (group commit on a writer thread), apply (store), answer. With no journal
+(`--in-memory`) the middle step falls away. Records are applied in the order in which they are in the journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from atroposlib.api.environments import Environment
+from atroposlib.api.events import (
+    BatchAcked,
+    BatchSent,
+    Committed,
+    EnvGone,
+    Event,
+    GroupAdded,
+    Registered,
+    Started,
+    WasReset,
+)
+from atroposlib.api.journal import Journal
+from atroposlib.api.leases import Batch, LeaseState
+from atroposlib.api.schemas import RegisterEnv, Registration
+from atroposlib.api.store import RolloutStore, StoredGroup
+from atroposlib.api.wire import WireError, WireGroup
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Location = tuple[int, int, int] | None
+
+SETTLE_S = 1.0
+"""How long a plain `/batch` waits for another one that is still being sent: a retry must not overtake it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Delivery:
+    """A batch on its way to a client."""
+
+    batch: Batch
+    groups: list[StoredGroup]
+    payloads: list[bytes]
+    plain: bool
+
+
+class RolloutService:
+    """What the rollout server does, without HTTP."""
+
+    def __init__(self, store: RolloutStore, journal: Journal | None = None) -> None:
+        self.store = store
+        self.journal = journal
+        self.started_at = time.time()
+        self._arriving: dict[str, asyncio.Future[int]] = {}
+        self._register_lock = asyncio.Lock()
+        self._batch_lock = asyncio.Lock()
+        self._sending: dict[int, asyncio.Event] = {}
+
+    # ---- start and stop -----------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Read the journal back and start writing."""
+        if self.journal is not None and not self.journal.is_open:
+            await self.journal.open(self.store)
+
+    async def close(self) -> None:
+        """Write what is left and stop."""
+        if self.journal is not None and self.journal.is_open:
+            await self.journal.close()
+
+    async def _do(self, event: Event, apply: Callable[[Location], T], payload: bytes = b"") -> T:
+        if self.journal is None:
+            return apply(None)
+        return await self.journal.write(event, payload, apply)
+
+    # ---- trainer ------------------------------------------------------------------------------------------------------
+
+    async def register(self, request: Registration) -> None:
+        """A trainer registers, or registers again."""
+        event = Registered(**request.model_dump())
+        async with self._register_lock, self._batch_lock:
+            after, forgotten = request.resume_after, self.store.ledger.forgotten
+            if after is not None and after < forgotten:
+                raise WireError(
+                    f"cannot resume after batch {after}: batches up to {forgotten} are gone (committed, or too many uncommitted ones). "
+                    f"Resume from a newer checkpoint, or register without resume_after to go on with new data",
+                    "resume_after",
+                    status=409,
+                )
+            await self._do(event, lambda _: self.store.register(event))
+            if after is not None:
+                self.store.notify("committed", after, request.starting_step)
+
+    async def next_batch(self, *, plain: bool, after: int | None = None) -> Delivery | None:
+        """The next batch for this client, leased to it; None while there is none. Call `delivered` or `undelivered` after."""
+        if plain:
+            await self._settle()
+        async with self._batch_lock:
+            if not self.store.started:
+                await self._do(Started(), lambda _: self.store.apply(Started()))
+            received = self.store.ledger.plain_received() if plain else []
+            if received:
+                await self._ack(received, keep=False)
+            batch = self.store.ledger.first_waiting() if plain else self.store.ledger.first_after(after)
+            if batch is not None:
+                self.store.ledger.lease(batch)
+                self.store.counters.batches_redelivered += 1
+            else:
+                batch = await self._form()
+            if batch is None:
+                return None
+            self._sending[batch.seq] = asyncio.Event()
+        groups = self.store.batch_groups(batch)
+        return Delivery(batch=batch, groups=groups, payloads=await self._payloads(groups), plain=plain)
+
+    async def _settle(self) -> None:
+        for sending in list(self._sending.values()):
+            try:
+                await asyncio.wait_for(sending.wait(), SETTLE_S)
+            except TimeoutError:
+                logger.info("another client is still receiving a batch after %s s; handing out the next one", SETTLE_S)
+
+    async def _form(self) -> Batch | None:
+        event = self.store.plan_batch()
+        if event is None:
+            return None
+        batch = await self._do(event, lambda _: self.store.form_batch(event))
+        self.store.notify("batch_formed", batch.seq, [self.store.groups[key].group_id for key in batch.keys])
+        return batch
+
+    async def _payloads(self, groups: list[StoredGroup]) -> list[bytes]:
+        payloads = [group.payload for group in groups]
+        if self.journal is None or None not in payloads:
+            return [payload or b"" for payload in payloads]
+        read = self.journal.read
+        return await asyncio.to_thread(lambda: [group.payload or read(group.location) for group in groups])
+
+    async def delivered(self, delivery: Delivery) -> None:
+        """The whole reply went out."""
+        seq = delivery.batch.seq
+        event = BatchSent(seq, delivery.plain)
+        self.store.ledger.mark_sent(seq, plain=delivery.plain)
+        self._sent(seq)
+        self.store.counters.batches_delivered += 1
+        self.store.notify("batch_delivered", seq)
+        await self._do(event, lambda _: None)
+
+    def undelivered(self, delivery: Delivery) -> None:
+        """The client went away before the reply was out: the batch waits for the next who asks."""
+        logger.warning("batch %d was not received (the client closed the connection); it will be delivered again", delivery.batch.seq)
+        self.store.ledger.give_back(delivery.batch.seq)
+        self._sent(delivery.batch.seq)
+
+    def _sent(self, seq: int) -> None:
+        if (sending := self._sending.pop(seq, None)) is not None:
+            sending.set()
+
+    async def ack(self, seq: int) -> int:
+        """A client that acknowledges explicitly has this batch and all before it. Returns how many that is news of."""
+        self._known_seq(seq)
+        batches = self.store.ledger.batches.values()
+        seqs = [batch.seq for batch in batches if batch.seq <= seq and batch.state is not LeaseState.ACKED]
+        await self._ack(seqs, keep=True)
+        return len(seqs)
+
+    async def _ack(self, seqs: list[int], *, keep: bool) -> None:
+        event = BatchAcked(seqs, keep)
+        await self._do(event, lambda _: self.store.ack(event))
+        for seq in seqs:
+            self.store.notify("batch_acked", seq)
+
+    async def commit(self, seq: int, step: int) -> None:
+        """A checkpoint contains every batch up to this one."""
+        self._known_seq(seq)
+        event = Committed(seq, step)
+        await self._do(event, lambda _: self.store.commit(event))
+        self.store.notify("committed", seq, step)
+
+    def _known_seq(self, seq: int) -> None:
+        last = self.store.ledger.next_seq - 1
+        if seq > last:
+            raise WireError(f"batch {seq} is not known here; the last one is {last}. Register the trainer again", "batch_seq", status=409)
+
+    # ---- environments -------------------------------------------------------------------------------------------------
+
+    async def register_env(self, request: RegisterEnv) -> Environment | None:
+        """An environment registers; None while no trainer has asked for a batch."""
+        if self.store.registration is None or not self.store.started:
+            return None
+        async with self._register_lock:
+            event = self.store.plan_env(**request.model_dump())
+            return await self._do(event, lambda _: self.store.register_env(event))
+
+    async def disconnect_env(self, env_id: int) -> bool:
+        """An environment leaves; False when it is not known."""
+        if self.store.envs.get(env_id) is None:
+            return False
+        event = EnvGone(env_id)
+        await self._do(event, lambda _: self.store.apply(event))
+        return True
+
+    # ---- data ---------------------------------------------------------------------------------------------------------
+
+    async def submit(self, groups: list[WireGroup]) -> list[int]:
+        """Store groups; for each -1 (queued) or the sequences buffered. An id that was there before is answered as before."""
+        if len(groups) == 1:
+            return [await self._submit(groups[0])]
+        for group in groups:
+            self.store.check_size(group)
+        return list(await asyncio.gather(*(self._submit(group) for group in groups)))
+
+    async def _submit(self, group: WireGroup) -> int:
+        store = self.store
+        store.envs.touch(group.env_id)
+        if group.group_id is None:
+            return await self._add(group, store.plan_group(group))
+        known = store.seen.get(group.group_id)
+        if known is not None:
+            store.counters.groups_duplicate += 1
+            return known
+        arriving = self._arriving.get(group.group_id)
+        if arriving is not None:  # the same group is being written right now
+            store.counters.groups_duplicate += 1
+            return await asyncio.shield(arriving)
+        task = asyncio.ensure_future(self._add(group, store.plan_group(group)))
+        self._arriving[group.group_id] = task
+        try:
+            return await asyncio.shield(task)
+        finally:
+            del self._arriving[group.group_id]
+
+    async def _add(self, group: WireGroup, event: GroupAdded) -> int:
+        answer = await self._do(event, lambda location: self.store.add_group(event, group.payload, location), group.payload)
+        self.store.notify_group(event, group)
+        return answer
+
+    def rejected(self, env_id: int | None, reason: str) -> None:
+        """A group was refused."""
+        self.store.counters.groups_rejected += 1
+        self.store.notify("group_rejected", env_id, reason)
+
+    def report(self, source: str, step: int, when: float | None, metrics: dict[str, float]) -> None:
+        """A process reports numbers; the observers keep them."""
+        self.store.notify("reported", source, step, time.time() if when is None else when, metrics)
+
+    async def reset(self) -> None:
+        """Clear everything."""
+        async with self._register_lock, self._batch_lock:
+            await self._do(WasReset(), lambda _: self.store.reset())
+
+    def overview(self) -> dict[str, Any]:
+        """Everything `atropos status` shows."""
+        store, now = self.store, self.store.clock()
+        ledger, registration = store.ledger, store.registration
+        return {
+            "uptime_s": time.time() - self.started_at,
+            "durable": self.journal is not None,
+            "queue": {
+                "groups": store.queue_groups,
+                "sequences": store.queue.num_sequences,
+                "bytes": store.queued_bytes,
+                "buffered_sequences": sum(env.pieces.num_sequences for env in store.envs.all),
+                "oversized_groups": store.oversized_groups,
+            },
+            "batches": {
+                "last_formed": ledger.next_seq - 1,
+                "committed": ledger.committed,
+                "unacknowledged": sum(1 for batch in ledger.batches.values() if not batch.retained),
+                "retained": sum(1 for batch in ledger.batches.values() if batch.retained),
+            },
+            "trainer": None
+            if registration is None
+            else {
+                "step": store.current_step,
+                "num_steps": registration.num_steps,
+                "batch_size": registration.batch_size,
+                "started": store.started,
+            },
+            "environments": [
+                {
+                    "env_id": env.env_id,
+                    "name": env.wandb_name,
+                    "alive": store.envs.is_alive(env),
+                    "silent_s": now - env.last_seen,
+                    "groups": env.num_groups,
+                    "tokens": env.num_tokens,
+                    "last_group_s": None if env.last_group is None else now - env.last_group,
+                    "queued_sequences": store.queue.env_sequences(env.env_id),
+                    "buffered_sequences": env.pieces.num_sequences,
+                    "group_size": env.group_size,
+                    "weight": store.envs.weight_of(env),
+                    "min_batch_allocation": env.min_batch_allocation,
+                }
+                for env in store.envs.all
+            ],
+            "counters": {name: getattr(store.counters, name) for name in store.counters.__slots__},
+        }

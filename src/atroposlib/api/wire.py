@@ -1,0 +1,342 @@
+"""From a request body to a validated group in compact bytes, without building Python lists of tokens.
+
+`parse_json_groups` takes what any client posts. The fast path lets msgspec check that the text is JSON and slice it into one
+`Raw` per sequence, then looks at the bytes of each slice (numpy, memchr) to see that it holds only numbers, how many, and that
+none overflows. Anything the fast path does not like goes to the slow path: `json.loads` and the pydantic model, which accepts
+what lenient clients send (numbers as strings, extra fields) and otherwise says what is wrong, with the value and its place.
+
+The result keeps the text of the numbers as it came, spliced under the 14 known keys, ready to be spliced into `/batch`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import pydantic
+from msgspec import Raw
+
+from atroposlib.api.schemas import EXTRA_FIELDS, GROUP_FIELDS, ScoredData
+from atroposlib.errors import AtroposError
+
+_NULL = Raw(b"null")
+_WHITESPACE = b" \t\r\n"
+_COMMA, _NINE = ord(","), ord("9")
+_BLOCK = 128  # a float needs more than two of these blocks of digits to overflow
+
+
+class WireError(AtroposError, ValueError):
+    """A body is refused: `status` is the HTTP status, `detail` lists what is wrong, where, and what to do."""
+
+    def __init__(self, msg: str, *loc: str | int, status: int = 422, kind: str = "value_error") -> None:
+        super().__init__(msg)
+        self.status = status
+        self.detail: list[dict[str, Any]] = [{"loc": ["body", *loc], "msg": msg, "type": kind}]
+
+
+@dataclass(kw_only=True, slots=True)
+class WireGroup:
+    """A validated group: its bytes and the little that the store has to know."""
+
+    payload: bytes
+    """JSON text or msgpack (`binary`), with all the 14 keys."""
+    binary: bool
+    size: int
+    """Sequences in the group."""
+    num_tokens: int
+    scores: list[float]
+    env_id: int | None = None
+    group_id: str | None = None
+    policy_versions: list[list[int]] | None = None
+    reward_components: dict[str, list[float]] | None = field(default=None)
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: Raw
+
+
+class _FastGroup(msgspec.Struct):
+    tokens: list[Raw]
+    masks: list[Raw]
+    scores: list[float]
+    advantages: Raw = _NULL
+    ref_logprobs: list[Raw] | None = None
+    messages: Raw = _NULL
+    generation_params: Raw = _NULL
+    inference_logprobs: list[Raw] | None = None
+    overrides: Raw = _NULL
+    group_overrides: Raw = _NULL
+    images: Raw = _NULL
+    env_id: int | None = None
+    distill_token_ids: Raw = _NULL
+    distill_logprobs: Raw = _NULL
+    group_id: str | None = None
+    policy_versions: list[list[int]] | None = None
+    reward_components: dict[str, list[float]] | None = None
+
+
+class _NotFast(Exception):
+    """The fast path cannot vouch for this body; the slow path decides and explains."""
+
+
+_decode_one = msgspec.json.Decoder(_FastGroup).decode
+_decode_many = msgspec.json.Decoder(list[_FastGroup]).decode
+_decode_floats = msgspec.json.Decoder(list[float]).decode
+_CHECKED_PARTS: dict[str, Any] = {
+    "advantages": msgspec.json.Decoder(list[list[float]] | None),
+    "messages": msgspec.json.Decoder(list[list[_Message]] | None),
+    "generation_params": msgspec.json.Decoder(dict[str, Raw] | None),
+    "overrides": msgspec.json.Decoder(list[dict[str, Raw]] | None),
+    "group_overrides": msgspec.json.Decoder(dict[str, Raw] | None),
+    "distill_token_ids": msgspec.json.Decoder(list[list[list[int]]] | None),
+    "distill_logprobs": msgspec.json.Decoder(list[list[list[float]]] | None),
+}
+
+
+def parse_json_groups(body: bytes, *, many: bool) -> list[WireGroup]:
+    """Validate the body of `/scored_data` (one group) or `/scored_data_list` (`many`); WireError says what is wrong."""
+    try:
+        groups = _decode_many(body) if many else [_decode_one(body)]
+        return [_fast(group) for group in groups]
+    except (msgspec.MsgspecError, _NotFast, UnicodeDecodeError, RecursionError):
+        return _slow(body, many=many)
+
+
+# ---- the fast path ----------------------------------------------------------------------------------------------------
+
+
+def _fast(group: _FastGroup) -> WireGroup:
+    for name, decoder in _CHECKED_PARTS.items():
+        raw = getattr(group, name)
+        if raw is not _NULL:
+            decoder.decode(raw)
+    tokens, lengths = _number_lists(group.tokens, _count_ints)
+    masks, mask_lengths = _number_lists(group.masks, _count_ints)
+    fields: dict[str, bytes | Raw] = {"tokens": tokens, "masks": masks, "scores": msgspec.json.encode(group.scores)}
+    logprob_lengths: dict[str, list[int]] = {}
+    for name in ("ref_logprobs", "inference_logprobs"):
+        raws = getattr(group, name)
+        if raws is not None:
+            fields[name], logprob_lengths[name] = _number_lists(raws, _count_floats)
+    check_lengths(lengths, mask_lengths, group.scores, logprob_lengths)
+    check_extras(len(lengths), group.policy_versions, group.reward_components)
+    if group.env_id is not None:
+        fields["env_id"] = b"%d" % group.env_id
+    parts: list[bytes | Raw] = []
+    for name in GROUP_FIELDS:
+        parts += (_KEY[name], fields.get(name) or getattr(group, name) or _NULL)
+    for name in EXTRA_FIELDS:
+        value = getattr(group, name)
+        if value is not None:
+            parts += (_KEY[name], msgspec.json.encode(value))
+    parts.append(b"}")
+    return WireGroup(
+        payload=b"".join(parts),
+        binary=False,
+        size=len(lengths),
+        num_tokens=sum(lengths),
+        scores=group.scores,
+        env_id=group.env_id,
+        group_id=group.group_id,
+        policy_versions=group.policy_versions,
+        reward_components=group.reward_components,
+    )
+
+
+_KEY = {
+    name: f'{"{" if index == 0 else ","}"{name}":'.encode() for index, name in enumerate((*GROUP_FIELDS, *EXTRA_FIELDS))
+}
+
+
+def _number_lists(raws: Sequence[Raw], count: Any) -> tuple[bytes, list[int]]:
+    """The compact text of a list of number lists, and the length of each."""
+    texts = [bytes(raw) for raw in raws]
+    lengths = [count(text) for text in texts]
+    joined = b",".join(texts)
+    if b", " in joined[:64]:
+        joined = joined.translate(None, _WHITESPACE)
+    return b"[" + joined + b"]", lengths
+
+
+def _count_ints(text: bytes) -> int:
+    """Integers in a JSON array that is known to be valid JSON; _NotFast when it may hold anything else."""
+    if text[:1] != b"[" or b'"' in text or b"." in text:
+        raise _NotFast
+    inner = np.frombuffer(text, np.uint8)[1:-1]
+    if inner.size == 0 or not text[1:17].strip():
+        return _count_when_blank(text)
+    if inner.max() > _NINE:
+        raise _NotFast
+    return int(np.count_nonzero(inner == _COMMA)) + 1
+
+
+def _count_floats(text: bytes) -> int:
+    """Finite numbers in a JSON array that is known to be valid JSON; _NotFast when it may hold anything else."""
+    if text[:1] != b"[" or any(char in text for char in (b'"', b"u", b"f", b"{")) or text.find(b"[", 1) > 0:
+        raise _NotFast
+    chars = np.frombuffer(text, np.uint8)
+    if chars.size == 2 or not text[1:17].strip():
+        return _count_when_blank(text)
+    commas = chars == _COMMA
+    if _may_overflow(text, chars, commas):
+        return len(_decode_floats(text))  # refuses a number that is out of range
+    return int(np.count_nonzero(commas)) + 1
+
+
+def _may_overflow(text: bytes, chars: np.ndarray[Any, Any], commas: np.ndarray[Any, Any]) -> bool:
+    """A number is infinite only with a positive exponent or with more than 300 digits."""
+    if b"e" in text or b"E" in text:
+        after = np.flatnonzero((chars | 32) == ord("e")) + 1
+        if (chars[after] != ord("-")).any():
+            return True
+    blocks = chars.size // _BLOCK
+    return blocks > 1 and not commas[: blocks * _BLOCK].reshape(blocks, _BLOCK).any(axis=1).all()
+
+
+def _count_when_blank(text: bytes) -> int:
+    if text[1:-1].strip():
+        raise _NotFast
+    return 0
+
+
+# ---- checks both paths and the binary form share ------------------------------------------------------------------------
+
+
+def check_lengths(
+    tokens: Sequence[int], masks: Sequence[int], scores: Sequence[float], logprobs: dict[str, list[int]]
+) -> None:
+    """The number of sequences and the length of each agree; there is something in each; scores are finite."""
+    size = len(tokens)
+    if size == 0:
+        raise WireError("the group is empty: 'tokens' has 0 sequences; send at least one", "tokens")
+    for name, count in (("masks", len(masks)), ("scores", len(scores)), *((n, len(lens)) for n, lens in logprobs.items())):
+        if count != size:
+            raise WireError(f"'{name}' has {count} entries and 'tokens' has {size} sequences; send one per sequence", name)
+    for index, score in enumerate(scores):
+        if not math.isfinite(score):
+            raise WireError(f"score {index} is {score}; scores must be finite numbers", "scores", index)
+    for index, length in enumerate(tokens):
+        if length == 0:
+            raise WireError(f"sequence {index} has no tokens; leave it out of the group", "tokens", index)
+    for name, lengths in (("masks", masks), *logprobs.items()):
+        if lengths == tokens:
+            continue
+        for index, (length, expected) in enumerate(zip(lengths, tokens, strict=True)):
+            if length != expected:
+                raise WireError(
+                    f"'{name}' of sequence {index} has {length} entries and its tokens {expected}; they go position by position",
+                    name,
+                    index,
+                )
+
+
+def check_extras(size: int, policy_versions: list[list[int]] | None, components: dict[str, list[float]] | None) -> None:
+    """The optional per-sequence additions have one entry per sequence."""
+    if policy_versions is not None and len(policy_versions) != size:
+        raise WireError(
+            f"'policy_versions' has {len(policy_versions)} entries for {size} sequences; send one list per sequence", "policy_versions"
+        )
+    for name, values in (components or {}).items():
+        if len(values) != size:
+            raise WireError(
+                f"reward component {name!r} has {len(values)} values for {size} sequences; send one per sequence", "reward_components", name
+            )
+        if not all(map(math.isfinite, values)):
+            raise WireError(f"reward component {name!r} holds a value that is not finite; send finite numbers", "reward_components", name)
+
+
+# ---- the slow path ------------------------------------------------------------------------------------------------------
+
+
+class _LaxMessages(pydantic.BaseModel):
+    messages: list[list[dict[str, Any]]] | None = None
+
+
+def _slow(body: bytes, *, many: bool) -> list[WireGroup]:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"the body is not JSON: {error}", kind="json_invalid") from None
+    if many and not isinstance(value, list):
+        raise WireError(f"expected a list of groups, got {type(value).__name__}; use /scored_data for a single group")
+    items = value if many else [value]
+    return [_slow_group(item, (index,) if many else ()) for index, item in enumerate(items)]
+
+
+def _slow_group(value: Any, loc: tuple[int, ...]) -> WireGroup:
+    try:
+        group = ScoredData.model_validate(value).model_dump()
+    except pydantic.ValidationError as error:
+        raise _from_pydantic(error, loc) from None
+    for sequence, messages in enumerate(group["messages"] or []):
+        for turn, message in enumerate(messages):
+            if missing := [name for name in ("role", "content") if name not in message]:
+                raise WireError(
+                    f"message {turn} of sequence {sequence} has no {missing[0]!r}; a message needs role and content",
+                    *loc, "messages", sequence, turn, missing[0], kind="missing",
+                )  # fmt: skip
+    try:
+        check_lengths(
+            [len(row) for row in group["tokens"]],
+            [len(row) for row in group["masks"]],
+            group["scores"],
+            {name: [len(row) for row in group[name]] for name in ("ref_logprobs", "inference_logprobs") if group[name] is not None},
+        )
+        check_extras(len(group["tokens"]), group["policy_versions"], group["reward_components"])
+    except WireError as error:
+        error.detail[0]["loc"][1:1] = loc
+        raise
+    return group_from_dict(group, loc)
+
+
+def group_from_dict(group: dict[str, Any], loc: tuple[int, ...] = ()) -> WireGroup:
+    """A checked dict as compact JSON."""
+    _refuse_infinite(group, loc)
+    content = {name: group.get(name) for name in GROUP_FIELDS}
+    content |= {name: group[name] for name in EXTRA_FIELDS if group.get(name) is not None}
+    return WireGroup(
+        payload=msgspec.json.encode(content),
+        binary=False,
+        size=len(group["tokens"]),
+        num_tokens=sum(map(len, group["tokens"])),
+        scores=group["scores"],
+        env_id=group["env_id"],
+        group_id=group["group_id"],
+        policy_versions=group["policy_versions"],
+        reward_components=group["reward_components"],
+    )
+
+
+def _refuse_infinite(value: Any, loc: tuple[str | int, ...]) -> None:
+    """JSON has no NaN and no infinity; Python's reader takes them, so look for them everywhere."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise WireError(f"{'.'.join(map(str, loc))} is {value}; every number must be finite", *loc)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _refuse_infinite(item, (*loc, str(key)))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _refuse_infinite(item, (*loc, index))
+
+
+def _from_pydantic(error: pydantic.ValidationError, loc: tuple[int, ...]) -> WireError:
+    problems = error.errors(include_url=False, include_context=False, include_input=True)
+    detail = [
+        {"loc": ["body", *loc, *p["loc"]], "msg": p["msg"], "type": p["type"], "input": _short(p.get("input"))} for p in problems[:8]
+    ]
+    first = detail[0]
+    result = WireError(f"{'.'.join(map(str, first['loc']))}: {first['msg']} (got {first['input']})")
+    result.detail = detail
+    return result
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

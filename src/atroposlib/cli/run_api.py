@@ -1,0 +1,134 @@
+"""`run-api`: start the rollout server.
+
+    run-api                                   on 127.0.0.1:8000, journal in ./atropos_data
+    run-api --in-memory --port 9000           nothing on disk
+    run-api --host 0.0.0.0 --token SECRET     reachable from other machines
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from atroposlib.errors import AtroposError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(prog="run-api", description="Start the rollout server.")
+    p.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
+    p.add_argument("--port", type=int, default=8000, help="port to listen on; 0 picks a free one (default: %(default)s)")
+    p.add_argument("--data-dir", type=Path, default=Path("atropos_data"), help="where the journal lives (default: ./%(default)s)")
+    p.add_argument("--in-memory", action="store_true", help="keep nothing on disk: a restart loses everything")
+    p.add_argument("--durability", choices=["safe", "interval", "none"], default="safe", help="sync before answering, every second, or never")
+    p.add_argument("--token", default=None, help="bearer token clients must send (or the environment variable ATROPOS_TOKEN)")
+    p.add_argument("--insecure", action="store_true", help="allow other machines in without a token")
+    p.add_argument("--max-body-mb", type=float, default=512, help="largest request body (default: %(default)s)")
+    p.add_argument("--env-timeout", type=float, default=60.0, help="seconds of silence after which an environment stops counting")
+    p.add_argument("--cors-origin", action="append", default=[], metavar="URL", help="let pages from this origin call the server")
+    p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    p.add_argument("--reload", action="store_true", help="accepted for old command lines; has no effect")
+    return p
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse what would be open to everybody."""
+    if options.host not in LOOPBACK_HOSTS and not options.token and not options.insecure:
+        raise ConfigError(
+            f"--host {options.host} lets other machines in and no token is set; "
+            "give --token (or set ATROPOS_TOKEN), listen on 127.0.0.1, or say --insecure if the network is yours alone"
+        )
+    if options.env_timeout <= 0:
+        raise ConfigError(f"--env-timeout is {options.env_timeout}; it must be more than 0 seconds")
+    if options.max_body_mb <= 0:
+        raise ConfigError(f"--max-body-mb is {options.max_body_mb}; it must be more than 0")
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Run the server until it is told to stop."""
+    import uvicorn
+
+    from atroposlib.api.server import ServerSettings, build_app
+
+    if options.reload:
+        logger.warning("--reload has no effect: the server reloads nothing")
+    settings = ServerSettings(
+        data_dir=None if options.in_memory else options.data_dir,
+        durability=options.durability,
+        token=options.token,
+        max_body_bytes=int(options.max_body_mb * 2**20),
+        env_timeout_s=options.env_timeout,
+        cors_origins=options.cors_origin,
+    )
+    sock = _listen(options.host, options.port)
+    host, port = sock.getsockname()[:2]
+    config = uvicorn.Config(build_app(settings), **uvicorn_options(options.log_level))
+    server = uvicorn.Server(config)
+    where = "in memory" if settings.data_dir is None else f"journal in {settings.data_dir.resolve()} ({settings.durability})"
+    print(f"rollout server on http://{host}:{port} ({where})", flush=True)
+    try:
+        server.run(sockets=[sock])
+    finally:
+        sock.close()
+    return 0 if server.started else 1
+
+
+def uvicorn_options(log_level: str) -> dict[str, Any]:
+    """How uvicorn is run here and in tests: fast loop and parser, requests logged by us."""
+    return {
+        "loop": "uvloop" if sys.platform != "win32" else "asyncio",
+        "http": "httptools",
+        "ws": "none",
+        "lifespan": "on",
+        "access_log": False,
+        "log_config": None,
+        "log_level": log_level,
+        "server_header": False,
+        "timeout_keep_alive": 75,
+        "timeout_graceful_shutdown": 10,
+    }
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port or --host") from error
+    sock.listen(2048)
+    return sock
+
+
+def command(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `atropos api`."""
+    options = parser().parse_args(argv)
+    options.token = options.token or os.environ.get("ATROPOS_TOKEN") or None
+    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    check(options)
+    return serve(options)
+
+
+def main() -> int:
+    """Entry point of `run-api`."""
+    try:
+        return command()
+    except AtroposError as error:
+        print(f"run-api: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
