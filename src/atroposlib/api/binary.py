@@ -163,6 +163,11 @@ def encode_group(group: dict[str, Any]) -> bytes:
     return msgspec.msgpack.encode(content)
 
 
+def join_groups(payloads: list[bytes]) -> bytes:
+    """Encoded groups as the body of `/scored_data_list`."""
+    return b"".join((_array_head(len(payloads)), *payloads))
+
+
 def _exact_ints(rows: Any) -> Any:
     for row in rows:
         if len(row) and not isinstance(row[0], int | np.integer):
