@@ -9,7 +9,9 @@ import torch
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
-def kl_per_token(policy_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: KLEstimator = "k3") -> torch.Tensor:
+def kl_per_token(
+    policy_logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: KLEstimator = "k3"
+) -> torch.Tensor:
     """[T] estimates. ``k1 = p - r`` (unbiased, may be negative), ``k2 = (p - r)^2 / 2``, ``k3 = exp(r - p) - (r - p) - 1``
     (unbiased, never negative)."""
     difference = ref_logprobs - policy_logprobs

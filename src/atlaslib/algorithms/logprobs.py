@@ -66,7 +66,8 @@ def token_logprobs(
         dtype=compute_dtype or weight.dtype,
     )
     logprobs, entropy = cast(
-        tuple[torch.Tensor, torch.Tensor], _HeadLogprobs.apply(hidden, weight, bias, targets, inverse.contiguous(), call)
+        tuple[torch.Tensor, torch.Tensor],
+        _HeadLogprobs.apply(hidden, weight, bias, targets, inverse.contiguous(), call),
     )
     return TokenLogprobs(logprobs if target_ids.dim() == 2 else logprobs.squeeze(1), entropy if with_entropy else None)
 

@@ -175,7 +175,9 @@ def _importance_weights(tokens: TokenStreams, options: LossOptions) -> torch.Ten
     if options.importance_correction == "none":
         return None
     known = ~torch.isnan(tokens.sampler_logprobs)
-    log_weight = torch.where(known, tokens.old_logprobs - tokens.sampler_logprobs, torch.zeros_like(tokens.old_logprobs))
+    log_weight = torch.where(
+        known, tokens.old_logprobs - tokens.sampler_logprobs, torch.zeros_like(tokens.old_logprobs)
+    )
     if options.importance_level == "sequence":
         log_weight = _sequence_sum(log_weight, tokens)[tokens.sample_index]
     weight = torch.exp(log_weight.detach())

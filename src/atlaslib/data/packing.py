@@ -59,7 +59,9 @@ def build_microbatch(
     """Lay ``samples`` out; ``row_capacity`` is the wished length of packed rows (a longer sample gets a row of its own)."""
     segments = _segments(samples, share=layout == "shared_prefix")
     rows: list[_Row] = []
-    columns: list[list[int]] = [[] for _ in samples]  # flat column of every token of every sample, as (row, column) pairs below
+    columns: list[list[int]] = [
+        [] for _ in samples
+    ]  # flat column of every token of every sample, as (row, column) pairs below
     row_of: list[int] = [0 for _ in samples]
     for group in _assign_rows(segments, samples, layout, row_capacity):
         row = _Row()
@@ -181,7 +183,9 @@ def _picked(values: list[float] | None, indices: list[int]) -> list[float]:
 
 
 def _rows_tensor(rows: list[list[int]], width: int, pad: int, device: torch.device | str) -> torch.Tensor:
-    return torch.tensor([row + [pad] * (width - len(row)) for row in rows], dtype=torch.long, device=device).reshape(-1, width)
+    return torch.tensor([row + [pad] * (width - len(row)) for row in rows], dtype=torch.long, device=device).reshape(
+        -1, width
+    )
 
 
 def _tree_mask(rows: list[_Row], width: int, device: torch.device | str) -> torch.Tensor:

@@ -31,7 +31,9 @@ class Prompt:
 class PromptEncoder:
     """Rows to prompts with one tokenizer, one chat template and one length limit."""
 
-    def __init__(self, tokenizer: Any, *, max_length: int | None, template_kwargs: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, *, max_length: int | None, template_kwargs: dict[str, Any] | None = None
+    ) -> None:
         self._tokenizer, self._max_length, self._template_kwargs = tokenizer, max_length, template_kwargs or {}
 
     def encode(self, row: dict[str, Any]) -> Prompt:
@@ -63,7 +65,9 @@ class PromptEncoder:
 
     def _render(self, messages: list[dict[str, Any]]) -> tuple[str, str]:
         if getattr(self._tokenizer, "chat_template", None) is None:
-            raise ConfigError("the prompts are chats but the tokenizer has no chat template; give text prompts or set tokenizer.chat_template")
+            raise ConfigError(
+                "the prompts are chats but the tokenizer has no chat template; give text prompts or set tokenizer.chat_template"
+            )
         continues = bool(messages) and messages[-1].get("role") == "assistant"
         text = self._tokenizer.apply_chat_template(
             messages,
@@ -81,7 +85,9 @@ class PromptOrder:
     A partial last round is left out; a data set smaller than one round is used several times in it.
     """
 
-    def __init__(self, *, num_rows: int, prompts_per_round: int, seed: int, artificial_epochs: int = 1, shuffle: bool = True) -> None:
+    def __init__(
+        self, *, num_rows: int, prompts_per_round: int, seed: int, artificial_epochs: int = 1, shuffle: bool = True
+    ) -> None:
         if num_rows < 1:
             raise ConfigError("the training data set is empty")
         self._num_rows, self._per_round, self._seed = num_rows, prompts_per_round, seed

@@ -89,7 +89,12 @@ class RolloutSource:
                 result.refused_stale, result.refused_broken = refused["stale"], refused["broken"]
                 self.totals.update(batches=1, refused_stale=refused["stale"], refused_broken=refused["broken"])
                 return result
-            logger.warning("batch %d has no usable sample (%d stale, %d broken); taking the next", batch.seq, result.refused_stale, result.refused_broken)
+            logger.warning(
+                "batch %d has no usable sample (%d stale, %d broken); taking the next",
+                batch.seq,
+                result.refused_stale,
+                result.refused_broken,
+            )
 
     def commit(self, step: int) -> None:
         """A checkpoint of ``step`` holds everything learned from the batches handed out so far."""

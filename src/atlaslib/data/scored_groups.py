@@ -33,12 +33,18 @@ def to_samples(
     scores = [math.nan if score is None else float(score) for score in group["scores"]]
     group_id = str(group.get("group_id") or "?")
     if not len(tokens) == len(masks) == len(scores):
-        raise ScoredGroupError(f"group {group_id}: {len(tokens)} token rows, {len(masks)} mask rows and {len(scores)} scores; they must be as many")
-    computed = compute_advantages(torch.tensor(scores), torch.zeros(len(scores), dtype=torch.long), estimator=estimator, scale=scale)
+        raise ScoredGroupError(
+            f"group {group_id}: {len(tokens)} token rows, {len(masks)} mask rows and {len(scores)} scores; they must be as many"
+        )
+    computed = compute_advantages(
+        torch.tensor(scores), torch.zeros(len(scores), dtype=torch.long), estimator=estimator, scale=scale
+    )
     samples = []
     for index, (ids, mask) in enumerate(zip(tokens, masks, strict=True)):
         if len(ids) != len(mask):
-            raise ScoredGroupError(f"group {group_id}, sequence {index}: {len(ids)} tokens and {len(mask)} masks; they must be as many")
+            raise ScoredGroupError(
+                f"group {group_id}, sequence {index}: {len(ids)} tokens and {len(mask)} masks; they must be as many"
+            )
         advantage = float(computed.values[index])
         samples.append(_sample(group, index, ids, mask, scores[index], advantage, default_temperature, group_id))
     return samples
@@ -95,7 +101,8 @@ def _given_advantages(given: Any, ids: list[int], loss_mask: list[bool], group_i
         rest = iter(values)
         return [next(rest) if trained else 0.0 for trained in loss_mask]
     raise ScoredGroupError(
-        f"group {group_id}, sequence {index}: {len(values)} advantages for {len(ids)} tokens ({sum(loss_mask)} trained); give one, one per token, or one per trained token"
+        f"group {group_id}, sequence {index}: {len(values)} advantages for {len(ids)} tokens ({sum(loss_mask)} trained); "
+        "give one, one per token, or one per trained token"
     )
 
 
@@ -113,7 +120,7 @@ def _rows(group: dict[str, Any], key: str) -> list[list[int]]:
 
 def _entry(rows: Any, index: int) -> Any:
     """Row ``index`` of an optional per-sequence field."""
-    if rows is None or not isinstance(rows, list | tuple) and not hasattr(rows, "__getitem__"):
+    if rows is None or (not isinstance(rows, list | tuple) and not hasattr(rows, "__getitem__")):
         return None
     if isinstance(rows, dict) or len(rows) <= index:
         return None

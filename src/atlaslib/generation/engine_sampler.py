@@ -16,9 +16,7 @@ class EngineSampler:
         self.engine, self.thread = engine, thread
 
     def sync(self, version: int) -> None:
-        """Weights are shared; the engine counts versions itself as updates happen."""
-        if self.engine.version != version:
-            self.engine.version = version
+        """Weights are shared and the engine counts versions itself, in ``updating()``: nothing to do."""
 
     def generate(self, requests: list[Request], settings: SamplingSettings) -> list[list[SampledCompletion]]:
         """``n`` completions per request, in order."""

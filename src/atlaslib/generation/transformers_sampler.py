@@ -46,7 +46,9 @@ class TransformersSampler:
     def close(self) -> None:
         """Nothing to give back."""
 
-    def _generate_batch(self, prompts: list[list[int]], seed: int, settings: SamplingSettings) -> list[SampledCompletion]:
+    def _generate_batch(
+        self, prompts: list[list[int]], seed: int, settings: SamplingSettings
+    ) -> list[SampledCompletion]:
         device = next(self._model.parameters()).device
         width = max(len(prompt) for prompt in prompts)
         ids = torch.full((len(prompts), width), self._pad_id, dtype=torch.long, device=device)
@@ -60,18 +62,24 @@ class TransformersSampler:
             )
         completions = output.sequences[:, width:]
         logprobs = self._logprobs(output.logits, completions, settings)
-        return [self._completion(completions[row].tolist(), logprobs[row].tolist(), settings) for row in range(len(prompts))]
+        return [
+            self._completion(completions[row].tolist(), logprobs[row].tolist(), settings) for row in range(len(prompts))
+        ]
 
     def _config(self, settings: SamplingSettings) -> Any:
         from transformers import GenerationConfig
 
         greedy = settings.temperature == 0.0
-        sampling: dict[str, Any] = {} if greedy else {
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
-            "top_k": settings.top_k or 0,
-            "min_p": settings.min_p,
-        }
+        sampling: dict[str, Any] = (
+            {}
+            if greedy
+            else {
+                "temperature": settings.temperature,
+                "top_p": settings.top_p,
+                "top_k": settings.top_k or 0,
+                "min_p": settings.min_p,
+            }
+        )
         return GenerationConfig(
             max_new_tokens=settings.max_tokens,
             do_sample=not greedy,
@@ -85,7 +93,9 @@ class TransformersSampler:
         )
 
     @staticmethod
-    def _logprobs(logits: tuple[torch.Tensor, ...], completions: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
+    def _logprobs(
+        logits: tuple[torch.Tensor, ...], completions: torch.Tensor, settings: SamplingSettings
+    ) -> torch.Tensor:
         """[B, N] log-probs of the drawn tokens, from the logits before truncation and penalties."""
         divisor = settings.temperature if settings.logprobs_at_temperature and settings.temperature else 1.0
         columns = [

@@ -76,9 +76,15 @@ class RewardSet:
     ) -> None:
         given = [] if reward_funcs is None else reward_funcs
         functions = list(given) if isinstance(given, list | tuple) else [given]
-        tokenizers = processing_classes if isinstance(processing_classes, list | tuple) else [processing_classes] * len(functions)
+        tokenizers = (
+            processing_classes
+            if isinstance(processing_classes, list | tuple)
+            else [processing_classes] * len(functions)
+        )
         if len(tokenizers) != len(functions):
-            raise ConfigError(f"{len(tokenizers)} reward_processing_classes for {len(functions)} reward functions; give one per function")
+            raise ConfigError(
+                f"{len(tokenizers)} reward_processing_classes for {len(functions)} reward functions; give one per function"
+            )
         self.functions = [
             resolve_reward(function, tokenizer, model_init_kwargs, device, offload)
             for function, tokenizer in zip(functions, tokenizers, strict=True)
@@ -86,7 +92,9 @@ class RewardSet:
         self.names = _unique([reward_name(function) for function in self.functions])
         self.weights = [1.0] * len(functions) if weights is None else [float(weight) for weight in weights]
         if len(self.weights) != len(functions):
-            raise ConfigError(f"reward_weights has {len(self.weights)} entries for {len(functions)} reward functions ({', '.join(self.names)}); give one weight per function")
+            raise ConfigError(
+                f"reward_weights has {len(self.weights)} entries for {len(functions)} reward functions ({', '.join(self.names)}); give one weight per function"
+            )
 
     def __len__(self) -> int:
         return len(self.functions)
@@ -98,7 +106,9 @@ class RewardSet:
         answers = _call_all(self.functions, self.names, inputs, extra or {})
         for function, name, answer in zip(self.functions, self.names, answers, strict=True):
             if isinstance(answer, Exception):
-                logger.error("reward %s failed on a batch of %d, asking sample by sample: %r", name, len(inputs), answer)
+                logger.error(
+                    "reward %s failed on a batch of %d, asking sample by sample: %r", name, len(inputs), answer
+                )
                 column, bad = _call_singly(function, name, inputs, extra or {})
             else:
                 column, bad = answer, set()
@@ -178,7 +188,9 @@ class ModelReward:
         try:
             model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **(kwargs or {}))
         except OSError as error:
-            raise ConfigError(f"reward {name!r} is neither a registered reward nor a loadable sequence-classification model: {error}") from error
+            raise ConfigError(
+                f"reward {name!r} is neither a registered reward nor a loadable sequence-classification model: {error}"
+            ) from error
         return cls(model, tokenizer, device, offload)
 
     def __call__(self, prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
@@ -186,7 +198,9 @@ class ModelReward:
         import torch
 
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        batch = self._tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
+        batch = self._tokenizer(
+            texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+        )
         with on_device(self.model, self._device, self._offload), torch.inference_mode():
             logits = self.model(**batch.to(self._device)).logits[:, 0]
         return [float(value) for value in logits.float().tolist()]
@@ -214,7 +228,7 @@ def _call_all(
     functions: list[Callable[..., Any]], names: list[str], inputs: RewardInputs, extra: dict[str, Any]
 ) -> list[list[float] | Exception]:
     answers: list[Any] = []
-    for function, name in zip(functions, names, strict=True):
+    for function in functions:
         try:
             answers.append(function(**_arguments(function, inputs, extra)))
         except Exception as error:  # user code: anything may come out of it
@@ -222,7 +236,10 @@ def _call_all(
     waiting = {index: answer for index, answer in enumerate(answers) if inspect.isawaitable(answer)}
     for index, value in zip(waiting, _run_together(list(waiting.values())), strict=True):
         answers[index] = value
-    return [answer if isinstance(answer, Exception) else _checked(answer, name, len(inputs)) for answer, name in zip(answers, names, strict=True)]
+    return [
+        answer if isinstance(answer, Exception) else _checked(answer, name, len(inputs))
+        for answer, name in zip(answers, names, strict=True)
+    ]
 
 
 def _call_singly(

@@ -13,7 +13,7 @@ _HOMES = {
     "GKDTrainer": "atlaslib.trainers.gkd",
     "SFTTrainer": "atlaslib.trainers.sft",
 }
-__all__ = sorted(_HOMES)
+__all__ = ["GKDConfig", "GKDTrainer", "GRPOConfig", "GRPOTrainer", "SFTTrainer", "TeacherGRPOTrainer"]
 
 
 def __getattr__(name: str) -> Any:

@@ -41,7 +41,9 @@ class BatchSizes:
             f"({config.gradient_accumulation_steps}) x processes ({num_processes}) = {batch}"
         )
         if group < 2 or batch % group:
-            raise ConfigError(f"num_generations ({group}) must be at least 2 and divide the completions of a step: {described}")
+            raise ConfigError(
+                f"num_generations ({group}) must be at least 2 and divide the completions of a step: {described}"
+            )
         calls = 1
         if config.generation_aggregation_steps is not None:
             calls = config.gradient_accumulation_steps // config.generation_aggregation_steps

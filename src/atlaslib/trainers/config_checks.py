@@ -57,11 +57,20 @@ def _check_unavailable(config: GRPOConfig) -> None:
             f"vllm_group_port={config.vllm_group_port}: weights reach vLLM servers through a folder (vllm_weights_dir), not a NCCL group; leave it out"
         )
     if config.auto_find_batch_size:
-        raise ConfigError("auto_find_batch_size: the batch of a policy step is fixed by its groups; use backprop_accumulation_steps to save memory")
+        raise ConfigError(
+            "auto_find_batch_size: the batch of a policy step is fixed by its groups; use backprop_accumulation_steps to save memory"
+        )
 
 
 def _check_numbers(config: GRPOConfig) -> None:
-    positive = ("temperature", "num_iterations", "ref_model_sync_steps", "num_generations_eval", "dynamic_sampling_max_rounds", "importance_correction_cap")
+    positive = (
+        "temperature",
+        "num_iterations",
+        "ref_model_sync_steps",
+        "num_generations_eval",
+        "dynamic_sampling_max_rounds",
+        "importance_correction_cap",
+    )
     for name in positive:
         if getattr(config, name) <= 0:
             raise ConfigError(f"{name} is {getattr(config, name)}; it must be above 0")
@@ -69,8 +78,14 @@ def _check_numbers(config: GRPOConfig) -> None:
     for name in not_negative:
         if getattr(config, name) < 0:
             raise ConfigError(f"{name} is {getattr(config, name)}; it must not be negative")
+    _check_ranges(config)
+
+
+def _check_ranges(config: GRPOConfig) -> None:
     if config.num_generations is not None and config.num_generations < 2:
-        raise ConfigError(f"num_generations is {config.num_generations}; a group needs at least 2 completions to compare")
+        raise ConfigError(
+            f"num_generations is {config.num_generations}; a group needs at least 2 completions to compare"
+        )
     for name in ("max_completion_length", "max_prompt_length"):
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -78,11 +93,17 @@ def _check_numbers(config: GRPOConfig) -> None:
     if not 0.0 <= config.ref_model_mixup_alpha <= 1.0:
         raise ConfigError(f"ref_model_mixup_alpha is {config.ref_model_mixup_alpha}; it must lie between 0 and 1")
     if config.max_staleness is not None and config.max_staleness < 0:
-        raise ConfigError(f"max_staleness is {config.max_staleness}; 0 is strictly on-policy, larger numbers allow that many versions")
+        raise ConfigError(
+            f"max_staleness is {config.max_staleness}; 0 is strictly on-policy, larger numbers allow that many versions"
+        )
     if config.overlong_cache_length is not None and not 0 < config.overlong_cache_length <= config.completion_limit:
-        raise ConfigError(f"overlong_cache_length is {config.overlong_cache_length}; it must lie between 1 and max_completion_length ({config.completion_limit})")
+        raise ConfigError(
+            f"overlong_cache_length is {config.overlong_cache_length}; it must lie between 1 and max_completion_length ({config.completion_limit})"
+        )
     if config.deterministic and config.max_staleness and not config.rollout_server_url:
-        raise ConfigError(f"deterministic=True with max_staleness={config.max_staleness}: sampling during the update depends on timing; set max_staleness=0")
+        raise ConfigError(
+            f"deterministic=True with max_staleness={config.max_staleness}: sampling during the update depends on timing; set max_staleness=0"
+        )
     if config.sync_ref_model and config.beta == 0.0:
         raise ConfigError("sync_ref_model=True with beta=0: there is no reference model to move; set beta above 0")
 
@@ -92,27 +113,36 @@ def _check_samplers(config: GRPOConfig) -> None:
         raise ConfigError("use_vllm and use_vllm_server are both set; choose one")
     if config.sampler_kind == "vllm_server":
         if not config.vllm_host or not config.vllm_port:
-            raise ConfigError(f"use_vllm_server needs vllm_host and vllm_port (got {config.vllm_host!r}, {config.vllm_port!r})")
+            raise ConfigError(
+                f"use_vllm_server needs vllm_host and vllm_port (got {config.vllm_host!r}, {config.vllm_port!r})"
+            )
         if not config.num_vllm_clients or config.num_vllm_clients < 1:
             raise ConfigError(f"num_vllm_clients is {config.num_vllm_clients}; at least 1 server is needed")
     if config.vllm_guided_decoding_regex and config.sampler_kind not in {"vllm", "vllm_server"}:
         raise ConfigError(f"vllm_guided_decoding_regex works with vLLM only; the sampler is {config.sampler_kind!r}")
     if config.policy_server_port is not None and config.sampler_kind != "engine":
-        raise ConfigError(f"policy_server_port serves the embedded engine; the sampler is {config.sampler_kind!r}; set sampler='engine'")
+        raise ConfigError(
+            f"policy_server_port serves the embedded engine; the sampler is {config.sampler_kind!r}; set sampler='engine'"
+        )
 
 
 def _check_batches(config: GRPOConfig) -> None:
     accumulation = config.gradient_accumulation_steps
     aggregation = config.generation_aggregation_steps
     if aggregation is not None and (aggregation < 1 or accumulation % aggregation):
-        raise ConfigError(f"generation_aggregation_steps ({aggregation}) must divide gradient_accumulation_steps ({accumulation})")
+        raise ConfigError(
+            f"generation_aggregation_steps ({aggregation}) must divide gradient_accumulation_steps ({accumulation})"
+        )
     steps, size = config.backprop_accumulation_steps, config.backprop_accumulation_micro_batch_size
     batch = config.per_device_train_batch_size
     if steps is not None and not 1 <= steps <= batch:
-        raise ConfigError(f"backprop_accumulation_steps ({steps}) must lie between 1 and per_device_train_batch_size ({batch})")
+        raise ConfigError(
+            f"backprop_accumulation_steps ({steps}) must lie between 1 and per_device_train_batch_size ({batch})"
+        )
     if size is not None and size < 1:
         raise ConfigError(f"backprop_accumulation_micro_batch_size is {size}; it must be at least 1")
     if steps is not None and size is not None and -(-batch // steps) != size:
         raise ConfigError(
-            f"backprop_accumulation_steps ({steps}) and backprop_accumulation_micro_batch_size ({size}) disagree for batches of {batch}: give one, or {-(-batch // steps)} for the latter"
+            f"backprop_accumulation_steps ({steps}) and backprop_accumulation_micro_batch_size ({size}) disagree for batches "
+            f"of {batch}: give one of them, or {-(-batch // steps)} for the latter"
         )

@@ -3,12 +3,12 @@
 One optimizer step, as a table of contents (the transformers loop calls the first three):
 
     get_batch_samples     rollouts (here or from the rollout server) -> samples with advantages -> microbatches
-        _next_samples         rollout() + score() in process   |   RolloutSource in service mode
-        _share_of_process     this process's part, cut into micro-steps and pieces
-    training_step         for each piece: log-probs, loss, backward
-        _loss                 policy and reference log-probs -> algorithms.losses.policy_loss
+        pipeline.take         rollout() + score() in process, in turns with the update or ahead of it
+        service.next_samples  the same from environments, through the rollout server
+        update.micro_steps    this process's share, cut into micro-steps and pieces
+    training_step         for each piece: log-probs, loss (update.loss), backward
     optimizer step        inside engine.updating(): the sampler sees the new weights at once, the version goes up
-    _close_step           metrics to JSONL, trackers and the live page
+    close_step            metrics to JSONL, trackers and the live page
 
 Subclasses change how rollouts are made (``rollout``) or what samples carry (``annotate``); everything below is shared.
 """
@@ -17,32 +17,35 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback
 
-from atlaslib.algorithms.losses import LossOptions, LossResult, TokenStreams, policy_loss
-from atlaslib.data.packing import build_microbatch, split_evenly
-from atlaslib.data.prompts import PromptEncoder, PromptOrder, as_rows, derive_seed
+from atlaslib.algorithms.losses import LossResult
+from atlaslib.data.prompts import PromptEncoder, PromptOrder, as_rows
 from atlaslib.errors import ConfigError
 from atlaslib.generation.protocol import Sampler, SamplingSettings
-from atlaslib.rewards.reward_calls import RewardSet, on_device
+from atlaslib.rewards.reward_calls import RewardSet
 from atlaslib.trainers import batch_sizes, evaluation, model_setup, rollouts, run_state
+from atlaslib.trainers.choices import default_config, estimator_of, scale_of
 from atlaslib.trainers.grpo_config import GRPOConfig
-from atlaslib.trainers.policy import PolicyForward, adapter_disabled, zero_dropout
+from atlaslib.trainers.policy import zero_dropout
+from atlaslib.trainers.rollout_pipeline import RolloutPipeline
 from atlaslib.trainers.rollouts import Rollout
 from atlaslib.trainers.samplers import SamplerHost
 from atlaslib.trainers.service_mode import ServiceMode
+from atlaslib.trainers.step_hooks import StepHooks, remember_grad_norm
 from atlaslib.trainers.step_metrics import MetricsFile, StepMetrics
-from atlaslib.types import Microbatch, StepTotals, TrainingSample
+from atlaslib.trainers.update import MicroStep, PolicyUpdate
+from atlaslib.types import TrainingSample
 
 logger = logging.getLogger(__name__)
 
 
-class GRPOTrainer(Trainer):
+class GRPOTrainer(Trainer):  # type: ignore[misc]
     """Trains a causal language model with rewards.
 
     Example::
@@ -102,14 +105,17 @@ class GRPOTrainer(Trainer):
 
     def _prepare_parts(self, rollout_client: Any) -> None:
         config = self.config
-        if self.reference is not None and not config.offload_untrained_models:
-            self.reference.to(self.accelerator.device)
         self.metrics = StepMetrics()
-        self.forward_logprobs = PolicyForward(
-            unwrap=self.accelerator.unwrap_model, chunk_size=config.logprob_chunk_size, at_temperature=config.unbias_log_probabilities
+        self.update = PolicyUpdate(
+            accelerator=self.accelerator,
+            config=config,
+            reference=self.reference,
+            pad_id=self.processing_class.pad_token_id,
+            metrics=lambda: self.metrics,
         )
-        self.loss_options = loss_options(config)
-        self.prompt_encoder = PromptEncoder(self.processing_class, max_length=config.max_prompt_length, template_kwargs=config.chat_template_kwargs)
+        self.prompt_encoder = PromptEncoder(
+            self.processing_class, max_length=config.max_prompt_length, template_kwargs=config.chat_template_kwargs
+        )
         self.sizes = batch_sizes.BatchSizes.of(config, num_processes=self.accelerator.num_processes)
         self.prompt_order: PromptOrder | None = None
         self.service: ServiceMode | None = None
@@ -118,20 +124,22 @@ class GRPOTrainer(Trainer):
         else:
             self._check_in_process()
         self.sampler_host = SamplerHost(self)
-        self._stop = run_state.StopSignal()
-        self._step_batch: list[list[Microbatch]] = []
-        self._step_samples: list[TrainingSample] = []
-        self._totals = StepTotals(num_sequences=1, num_tokens=1, num_microbatches=1)
+        self.pipeline = RolloutPipeline(self)
+        self.stop_signal = run_state.StopSignal()
+        self.resume_state: dict[str, Any] | None = None
+        self.step_samples: list[TrainingSample] = []
+        self.step_batch: list[MicroStep] = []
         self._sums: dict[str, float] = {}
-        self._resume_state: dict[str, Any] | None = None
-        self.add_callback(_StepHooks(self))
+        self.add_callback(StepHooks(self))
         path = None if config.metrics_file is None else Path(config.output_dir) / config.metrics_file
-        self._metrics_file = MetricsFile(path) if path is not None and self.is_world_process_zero() else None
-        _remember_grad_norm(self)
+        self.metrics_file = MetricsFile(path) if path is not None and self.is_world_process_zero() else None
+        remember_grad_norm(self)
 
     def _check_in_process(self) -> None:
         if self.train_dataset is None:
-            raise ConfigError("nothing to train on: give train_dataset (rows with a 'prompt'), or rollout_server_url in the config")
+            raise ConfigError(
+                "nothing to train on: give train_dataset (rows with a 'prompt'), or rollout_server_url in the config"
+            )
         if len(self.rewards) == 0 and type(self).score is GRPOTrainer.score:
             raise ConfigError("no reward: give reward_funcs (callables, models or names of registered rewards)")
         self._rows = as_rows(self.train_dataset)
@@ -160,18 +168,22 @@ class GRPOTrainer(Trainer):
         counted = sum(1 for _ in zip(range(num_batches), epoch_iterator, strict=False))
         if counted == 0:
             return [], None
-        if self.state.global_step % self.config.num_iterations == 0 or not self._step_samples:
+        if self.state.global_step % self.config.num_iterations == 0 or not self.step_samples:
             samples = self._next_samples()
             if samples is None:
                 self.control.should_training_stop = self.control.should_save = True
                 return [], None
-            self._step_samples = samples
-            self._step_batch = []
-        if not self._step_batch:
-            with self.metrics.time("layout"):
-                self._step_batch = self._share_of_process(self._step_samples, counted)
+            self.step_samples, self.step_batch = samples, []
+        if not self.step_batch:
+            self.lay_out_step(counted)
+        batch_sizes.log_samples(self.metrics, self.step_samples, self.policy_version)
         self._sums = {}
-        return list(self._step_batch), None
+        return list(self.step_batch), None
+
+    def lay_out_step(self, micro_steps: int) -> None:
+        """Microbatches of the present samples."""
+        with self.metrics.time("layout"):
+            self.step_batch = self.update.micro_steps(self.step_samples, micro_steps, self.model)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward of one micro-step, piece by piece; returns its share of the step's loss."""
@@ -180,30 +192,35 @@ class GRPOTrainer(Trainer):
         for number, piece in enumerate(inputs):
             last = number == len(inputs) - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
-                with self.sampler_host.exclusive_forward(), self.metrics.time("forward"), self.compute_loss_context_manager(), self.accelerator.autocast():
-                    result = self._loss(model, piece)
+                with self.sampler_host.exclusive_forward(), self.metrics.time("forward"), self.accelerator.autocast():
+                    result = self.update.loss(model, piece)
                 with self.sampler_host.exclusive_backward(), self.metrics.time("backward"):
                     self.accelerator.backward(result.loss * self.accelerator.num_processes)
             self._collect(result)
             total = total + result.loss.detach() * self.accelerator.num_processes
         return total
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         """The loss of a list of microbatches (without a backward pass)."""
-        losses = [self._loss(model, piece).loss for piece in inputs]
+        losses = [self.update.loss(model, piece).loss for piece in inputs]
         total = torch.stack(losses).sum()
         return (total, None) if return_outputs else total
 
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         """Sample completions of the evaluation prompts and report their rewards (``eval_reward`` and more)."""
         return evaluation.evaluate(self, eval_dataset, metric_key_prefix)
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
         """Train; ``resume_from_checkpoint=True`` takes the newest complete checkpoint, ``"auto"`` does so if there is one."""
         checkpoint = run_state.find_checkpoint(resume_from_checkpoint, self.config.output_dir)
-        self._resume_state = run_state.load(checkpoint)
-        with self._stop.installed(), contextlib.ExitStack() as stack:
+        self.resume_state = run_state.load(checkpoint)
+        with self.stop_signal.installed(), contextlib.ExitStack() as stack:
             stack.callback(self.sampler_host.close)
+            stack.callback(self.pipeline.close)
             if self.service is not None:
                 stack.callback(self.service.close)
             return super().train(resume_from_checkpoint=checkpoint, **kwargs)
@@ -214,46 +231,13 @@ class GRPOTrainer(Trainer):
         """All samples of the next batch, the same list on every process; None when the run is asked to stop."""
         if self.service is not None:
             return self.service.next_samples()
-        return self._sample_batch(self.state.global_step // self.config.num_iterations)
-
-    def _sample_batch(self, round_index: int) -> list[TrainingSample]:
-        made: list[Rollout] = []
-        wanted = self.sizes.prompts_per_batch
-        for refill in range(self.config.dynamic_sampling_max_rounds if self.config.dynamic_sampling else 1):
-            rows = self._round_rows(round_index, refill)
-            fresh = self._make_rollouts(rows, round_index, refill)
-            if self.config.dynamic_sampling:
-                fresh = rollouts.drop_equal_groups(fresh)
-                self.metrics.put("rollout/dynamic_rounds", float(refill + 1))
-            made += fresh
-            groups = list(dict.fromkeys(rollout.group_id for rollout in made))
-            if len(groups) >= wanted:
-                kept = set(groups[:wanted])
-                made = [rollout for rollout in made if rollout.group_id in kept]
-                break
+        made = self.pipeline.take(self.state.global_step // self.config.num_iterations)
         return self._finish_rollouts(made)
 
-    def _round_rows(self, round_index: int, refill: int) -> list[dict[str, Any]]:
+    def round_rows(self, round_index: int, refill: int = 0) -> list[dict[str, Any]]:
+        """The rows of the data set a generation round uses."""
         assert self.prompt_order is not None
         return [dict(self._rows[index]) for index in self.prompt_order.rows(round_index, refill)]
-
-    def _make_rollouts(self, rows: list[dict[str, Any]], round_index: int, refill: int = 0) -> list[Rollout]:
-        """Every process makes and scores its share of the groups; all get all of them."""
-        count = self.sizes.generation_calls
-        made: list[Rollout] = []
-        for call in range(count):
-            part = list(enumerate(rows))[call * len(rows) // count : (call + 1) * len(rows) // count]
-            mine = batch_sizes.share(part, self.accelerator.process_index, self.accelerator.num_processes)
-            group_ids = [f"step{self.state.global_step}-{refill}-{position}" for position, _ in mine]
-            seed = derive_seed(self.config.seed, round_index, refill)
-            with self.metrics.time("sampling"):
-                local = self.rollout(
-                    [row for _, row in mine], group_ids=group_ids, positions=[p for p, _ in mine], seed=seed, num_generations=self.sizes.num_generations
-                )
-            with self.metrics.time("scoring"):
-                self.score(local)
-            made += run_state.gather_lists(self.accelerator, local)
-        return made
 
     def rollout(
         self,
@@ -309,7 +293,10 @@ class GRPOTrainer(Trainer):
         if config.overlong_cache_length is not None:
             rollouts.shape_overlong(made, max_length=config.completion_limit, cache_length=config.overlong_cache_length)
         scored = rollouts.to_training_samples(
-            made, estimator=estimator_of(config), scale=scale_of(config), mask_truncated=config.mask_truncated_completions
+            made,
+            estimator=estimator_of(config),
+            scale=scale_of(config),
+            mask_truncated=config.mask_truncated_completions,
         )
         self.metrics.put("reward_std", scored.reward_std)
         self.metrics.put("rollout/zero_variance_share", scored.zero_variance_share)
@@ -327,7 +314,9 @@ class GRPOTrainer(Trainer):
             "top_k": config.top_k,
             "min_p": config.min_p,
             "repetition_penalty": config.repetition_penalty,
-            "stop_token_ids": model_setup.stop_token_ids(self.accelerator.unwrap_model(self.model), self.processing_class),
+            "stop_token_ids": model_setup.stop_token_ids(
+                self.accelerator.unwrap_model(self.model), self.processing_class
+            ),
             "regex": config.vllm_guided_decoding_regex,
             "logprobs_at_temperature": config.unbias_log_probabilities,
         }
@@ -335,93 +324,13 @@ class GRPOTrainer(Trainer):
 
     @property
     def sampler(self) -> Sampler:
-        """The sampler, carrying the present weights."""
-        return self.sampler_host.synced(self.policy_version)
+        """The sampler of the policy; its weights were brought up to date before the round began."""
+        return self.sampler_host.sampler
 
     @property
     def policy_version(self) -> int:
         """Updates the present weights have seen."""
         return int(self.state.global_step)
-
-    # ------------------------------------------------------------------ the update
-
-    def _share_of_process(self, samples: list[TrainingSample], micro_steps: int) -> list[list[Microbatch]]:
-        """This process's samples as micro-steps, each a list of pieces with a backward pass of its own."""
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        mine = batch_sizes.share(samples, rank, world)
-        trained = [sample for sample in samples if sample.num_trained_tokens]
-        pieces = [batch_sizes.pieces(part, self.config) for part in split_evenly(mine, micro_steps)]
-        self._totals = StepTotals(
-            num_sequences=float(len(samples)),
-            num_tokens=float(sum(sample.num_trained_tokens for sample in trained)),
-            num_microbatches=float(micro_steps * world),
-        )
-        batch_sizes.log_samples(self.metrics, samples, self.policy_version)
-        return [[self._layout(piece) for piece in part] for part in pieces]
-
-    def _layout(self, samples: list[TrainingSample]) -> Microbatch:
-        batch = build_microbatch(
-            samples or [batch_sizes.blank_sample(self.processing_class.pad_token_id)],
-            layout=batch_sizes.choose_layout(self.config.packing, samples, self.accelerator.device, self.model),
-            pad_id=self.processing_class.pad_token_id,
-            device=self.accelerator.device,
-            row_capacity=self.config.packing_row_length,
-        )
-        self.metrics.put("train/row_tokens", float(batch.num_input_tokens))
-        return batch
-
-    def _loss(self, model: Any, batch: Microbatch) -> LossResult:
-        """The loss of one piece as its share of the step."""
-        result = self.forward_logprobs(model, batch, with_entropy=True)
-        logprobs = result.logprobs[:, 0]
-        if batch.num_trained_tokens == 0:
-            return LossResult(loss=result.logprobs.sum() * 0.0)
-        if batch.old_logprobs is None:
-            # the first pass over this batch happens before any update on it
-            batch.old_logprobs = logprobs.detach()
-        streams = TokenStreams(
-            logprobs=logprobs,
-            old_logprobs=self._ratio_denominator(batch),
-            sampler_logprobs=batch.sampler_logprobs,
-            advantages=batch.advantages,
-            sample_index=batch.sample_index,
-            sample_lengths=batch.sample_lengths,
-            sft=batch.sft,
-            entropy=result.entropy,
-            ref_logprobs=self._reference_logprobs(model, batch),
-            distill_policy_logprobs=None if batch.distill_ids is None else result.logprobs[:, 1:],
-            distill_teacher_logprobs=batch.distill_logprobs,
-        )
-        return policy_loss(streams, self.loss_options, self._totals)
-
-    def _ratio_denominator(self, batch: Microbatch) -> torch.Tensor:
-        """[T] the sampler's log-probs where known; with an importance correction the trainer's own before the update."""
-        assert batch.old_logprobs is not None
-        if self.config.importance_correction != "none":
-            return batch.old_logprobs
-        return torch.where(torch.isnan(batch.sampler_logprobs), batch.old_logprobs, batch.sampler_logprobs)
-
-    def _reference_logprobs(self, model: Any, batch: Microbatch) -> torch.Tensor | None:
-        """[T] of the reference; kept over the iterations on a batch. None when beta is 0."""
-        if self.config.beta == 0.0:
-            return None
-        if batch.ref_logprobs is None:
-            given = batch.given_ref_logprobs
-            if not bool(torch.isnan(given).any()):
-                batch.ref_logprobs = given
-                return given
-            with torch.no_grad(), self.metrics.time("reference"):
-                inner = self.accelerator.unwrap_model(model)
-                if self.reference is not None:
-                    with on_device(self.reference, self.accelerator.device, self.config.offload_untrained_models):
-                        computed = self.forward_logprobs(self.reference, batch).logprobs[:, 0]
-                elif model_setup.has_adapter(inner):
-                    with adapter_disabled(inner):
-                        computed = self.forward_logprobs(model, batch).logprobs[:, 0]
-                else:
-                    raise ConfigError("beta is above 0 but there is no reference model")
-            batch.ref_logprobs = torch.where(torch.isnan(given), computed, given)
-        return batch.ref_logprobs
 
     def _collect(self, result: LossResult) -> None:
         for name, value in result.sums.items():
@@ -434,8 +343,8 @@ class GRPOTrainer(Trainer):
         batch_sizes.log_sums(self.metrics, run_state.sum_over_processes(self.accelerator, self._sums))
         values = self.metrics.close_step()
         values["train/learning_rate"] = float(self._get_learning_rate())
-        if self._metrics_file is not None:
-            self._metrics_file.write(self.state.global_step, values)
+        if self.metrics_file is not None:
+            self.metrics_file.write(self.state.global_step, values)
         if self.service is not None:
             self.service.report(self.state.global_step, values)
 
@@ -448,11 +357,13 @@ class GRPOTrainer(Trainer):
     def floating_point_ops(self, inputs: Any) -> int:
         """6 operations per parameter and token."""
         tokens = sum(piece.num_input_tokens for piece in inputs)
-        return 6 * tokens * sum(parameter.numel() for parameter in self.model.parameters())
+        return int(6 * tokens * sum(parameter.numel() for parameter in self.model.parameters()))
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if str(self.config.include_num_input_tokens_seen) not in {"no", "False"}:
-            self.state.num_input_tokens_seen += sum(piece.num_input_tokens for piece in inputs) * self.accelerator.num_processes
+            self.state.num_input_tokens_seen += (
+                sum(piece.num_input_tokens for piece in inputs) * self.accelerator.num_processes
+            )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """The rollout position goes in first, ``trainer_state.json`` last: a checkpoint with it is complete."""
@@ -464,87 +375,5 @@ class GRPOTrainer(Trainer):
             self.service.commit(self.state.global_step)
 
 
-class _StepHooks(TrainerCallback):  # type: ignore[misc]
-    """Ties the sampler's version and the step's bookkeeping to the transformers loop."""
-
-    def __init__(self, trainer: GRPOTrainer) -> None:
-        self._trainer = trainer
-        self._update: contextlib.ExitStack | None = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        run_state.restore(self._trainer)
-        self._trainer.sampler_host.start()
-        if self._trainer.service is not None:
-            self._trainer.service.start()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._update = contextlib.ExitStack()
-        self._update.enter_context(self._trainer.metrics.time("update"))
-        self._update.enter_context(self._trainer.sampler_host.updating())
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._update is not None:
-            self._update.close()
-            self._update = None
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        trainer = self._trainer
-        run_state.sync_reference(trainer)
-        trainer.close_step()
-        if run_state.any_process(trainer.accelerator, trainer._stop.requested):
-            logger.warning("stopping on request after step %d: saving a checkpoint", state.global_step)
-            control.should_save = control.should_training_stop = True
-        return control
-
-
-def default_config(model: Any) -> GRPOConfig:
-    """``GRPOConfig`` for a trainer that was given none."""
-    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "") or "model"
-    return GRPOConfig(output_dir=f"{name.rstrip('/').split('/')[-1]}-GRPO")
-
-
-def loss_options(config: GRPOConfig) -> LossOptions:
-    """The loss's options from the config."""
-    return LossOptions(
-        loss_type=config.loss_type,  # type: ignore[arg-type]
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
-        delta=config.delta,
-        beta=config.beta,
-        kl_estimator=config.kl_estimator,  # type: ignore[arg-type]
-        entropy_coef=config.entropy_coef,
-        importance_correction=config.importance_correction,  # type: ignore[arg-type]
-        importance_cap=config.importance_correction_cap,
-        importance_level=config.importance_correction_level,  # type: ignore[arg-type]
-        max_completion_length=config.completion_limit,
-        distill_coef=config.distill_coef,
-    )
-
-
-def estimator_of(config: GRPOConfig) -> Any:
-    """Which advantage the loss type asks for."""
-    return {"rloo": "rloo", "reinforce++": "batch"}.get(config.loss_type, "group")
-
-
-def scale_of(config: GRPOConfig) -> Any:
-    """``scale_rewards``, or what the loss type prescribes."""
-    if config.scale_rewards is not None:
-        return config.scale_rewards
-    return "none" if config.loss_type == "dr_grpo" else "group"
-
-
 def _identity(rows: Any) -> Any:
     return rows
-
-
-def _remember_grad_norm(trainer: GRPOTrainer) -> None:
-    """Put the gradient norm that clipping computes into the step's metrics."""
-    original: Callable[..., Any] = trainer.accelerator.clip_grad_norm_
-
-    def clip(*args: Any, **kwargs: Any) -> Any:
-        norm = original(*args, **kwargs)
-        if norm is not None:
-            trainer.metrics.put("train/grad_norm", float(norm))
-        return norm
-
-    trainer.accelerator.clip_grad_norm_ = clip

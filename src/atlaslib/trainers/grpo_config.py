@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009 (parameter() returns a dataclass field)
 """``GRPOConfig``: every parameter of a training run.
 
 Extends ``transformers.TrainingArguments``; where a default is stated here it wins over the inherited one. A parameter that
@@ -22,6 +23,13 @@ from atlaslib.trainers.config_checks import check_config
 logger = logging.getLogger(__name__)
 
 
+def parameter(default: Any, documentation: str) -> Any:
+    """A field with its documentation; ``atropos train --help`` reads both from this file without importing it."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": documentation})
+    return field(default=default, metadata={"help": documentation})
+
+
 @dataclass
 class GRPOConfig(TrainingArguments):
     """Parameters of :class:`~atlaslib.trainers.grpo.GRPOTrainer`.
@@ -30,120 +38,238 @@ class GRPOConfig(TrainingArguments):
     """
 
     # --- model and optimisation (documented defaults) ---
-    model_name_or_path: str | None = field(default=None, metadata={"help": "The policy: a model folder or hub id. May be left out when a model is handed to the trainer."})
-    model_init_kwargs: dict[str, Any] | None = field(default=None, metadata={"help": "Keyword arguments for from_pretrained when the model is given by name (also for the reference and reward models)."})
-    learning_rate: float = field(default=1e-6, metadata={"help": "Initial learning rate of AdamW."})
-    num_train_epochs: float = field(default=3, metadata={"help": "Passes over the prompts."})
-    per_device_train_batch_size: int = field(default=8, metadata={"help": "Completions per device in one micro-step."})
-    weight_decay: float = field(default=0.01, metadata={"help": "Weight decay of the optimizer."})
-    warmup_ratio: float = field(default=0.1, metadata={"help": "Share of the steps over which the learning rate ramps up; warmup_steps wins when set."})
-    logging_steps: float = field(default=10, metadata={"help": "Log to the trackers every that many steps (the JSONL gets every step)."})
-    eval_steps: float | None = field(default=500, metadata={"help": "Evaluate every that many steps when eval_strategy is 'steps'."})
-    save_total_limit: int | None = field(default=3, metadata={"help": "Checkpoints kept."})
-    load_best_model_at_end: bool = field(default=True, metadata={"help": "Load the best checkpoint after training; takes effect when an evaluation is configured."})
-    metric_for_best_model: str | None = field(default="eval_reward", metadata={"help": "Metric that decides which checkpoint is best."})
-    greater_is_better: bool | None = field(default=True, metadata={"help": "Whether a larger metric is better."})
-    report_to: None | str | list[str] = field(default_factory=lambda: ["wandb"], metadata={"help": "Trackers: wandb, tensorboard, trackio, ...; wandb falls back to none with a warning when absent or not configured."})
-    remove_unused_columns: bool | None = field(default=False, metadata={"help": "True drops every column but the prompt before reward functions see it."})
+    model_name_or_path: str | None = parameter(
+        None,
+        "The policy: a model folder or hub id. May be left out when a model is handed to the trainer.",
+    )
+    model_init_kwargs: dict[str, Any] | None = parameter(
+        None,
+        "Keyword arguments for from_pretrained when the model is given by name (also for the reference and "
+        "reward models).",
+    )
+    learning_rate: float = parameter(1e-6, "Initial learning rate of AdamW.")
+    num_train_epochs: float = parameter(3, "Passes over the prompts.")
+    per_device_train_batch_size: int = parameter(8, "Completions per device in one micro-step.")
+    weight_decay: float = parameter(0.01, "Weight decay of the optimizer.")
+    warmup_ratio: float = parameter(
+        0.1,
+        "Share of the steps over which the learning rate ramps up; warmup_steps wins when set.",
+    )
+    logging_steps: float = parameter(10, "Log to the trackers every that many steps (the JSONL gets every step).")
+    eval_steps: float | None = parameter(500, "Evaluate every that many steps when eval_strategy is 'steps'.")
+    save_total_limit: int | None = parameter(3, "Checkpoints kept.")
+    load_best_model_at_end: bool = parameter(
+        True,
+        "Load the best checkpoint after training; takes effect when an evaluation is configured.",
+    )
+    metric_for_best_model: str | None = parameter("eval_reward", "Metric that decides which checkpoint is best.")
+    greater_is_better: bool | None = parameter(True, "Whether a larger metric is better.")
+    report_to: str | list[str] | None = parameter(
+        ["wandb"],
+        "Trackers: wandb, tensorboard, trackio, ...; wandb falls back to none with a warning when absent or "
+        "not configured.",
+    )
+    remove_unused_columns: bool | None = parameter(
+        False,
+        "True drops every column but the prompt before reward functions see it.",
+    )
 
     # --- the algorithm ---
-    beta: float = field(default=0.04, metadata={"help": "Weight of the KL term to the reference; 0 = no reference model is loaded or run."})
-    temperature: float = field(default=0.9, metadata={"help": "Sampling temperature; the log-probs in the ratio use the same."})
-    num_generations: int | None = field(default=8, metadata={"help": "Completions per prompt, the group of the advantage; None = the whole batch is one group."})
-    num_generations_eval: int = field(default=1, metadata={"help": "Completions per prompt in evaluation."})
-    max_completion_length: int | None = field(default=256, metadata={"help": "Longest completion in tokens."})
-    max_prompt_length: int | None = field(default=512, metadata={"help": "Longest prompt in tokens; longer ones lose their beginning. None = never cut."})
-    reward_weights: list[float] | None = field(default=None, metadata={"help": "Weight of each reward function; None = 1 for each."})
-    loss_type: str = field(default="grpo", metadata={"help": "grpo, dr_grpo, dapo, bnpo, gspo, cispo, rloo or reinforce++."})
-    epsilon: float = field(default=0.2, metadata={"help": "Lower clip of the ratio."})
-    epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip; None = epsilon (dapo 0.28, cispo 4.0)."})
-    delta: float | None = field(default=None, metadata={"help": "Two-sided clipping: upper bound of the ratio also for negative advantages."})
-    num_iterations: int = field(default=1, metadata={"help": "Optimizer steps on each generated batch."})
-    scale_rewards: str | None = field(default=None, metadata={"help": "Divide centred rewards by the standard deviation of the 'group' or 'batch', or 'none'; None = what the loss type prescribes (group; dr_grpo: none)."})
-    kl_estimator: str = field(default="k3", metadata={"help": "k1, k2 or k3."})
-    entropy_coef: float = field(default=0.0, metadata={"help": "Weight of an entropy bonus."})
-    importance_correction: str = field(default="none", metadata={"help": "For sampler and trainer disagreeing on the same weights: none, tis (truncated) or mis (masked)."})
-    importance_correction_cap: float = field(default=2.0, metadata={"help": "Cap of the importance weight."})
-    importance_correction_level: str = field(default="token", metadata={"help": "token or sequence."})
-    mask_truncated_completions: bool = field(default=False, metadata={"help": "Completions cut by the length limit carry no loss."})
-    overlong_cache_length: int | None = field(default=None, metadata={"help": "DAPO's soft punishment: the last that many tokens before max_completion_length cost up to -1 reward. None = off."})
-    dynamic_sampling: bool = field(default=False, metadata={"help": "Drop groups whose rewards are all equal and sample further prompts to refill the batch."})
-    dynamic_sampling_max_rounds: int = field(default=4, metadata={"help": "At most that many rounds of refilling per batch."})
-    unbias_log_probabilities: bool = field(default=True, metadata={"help": "Log-probs at the sampling temperature (True) or at temperature 1 (False), for policy, sampler and reference alike."})
-    distill_coef: float = field(default=1.0, metadata={"help": "Weight of the distillation term of samples that carry teacher log-probs."})
-    sync_ref_model: bool = field(default=False, metadata={"help": "Move the reference towards the policy during training."})
-    ref_model_mixup_alpha: float = field(default=0.9, metadata={"help": "reference = alpha * policy + (1 - alpha) * reference."})
-    ref_model_sync_steps: int = field(default=64, metadata={"help": "Steps between two reference updates."})
-    artificial_epochs: int | None = field(default=1, metadata={"help": "Permutations of the prompts chained into one epoch."})
-    disable_dropout: bool = field(default=True, metadata={"help": "Set every dropout of the policy to 0, so that its log-probs are those of the sampler."})
+    beta: float = parameter(0.04, "Weight of the KL term to the reference; 0 = no reference model is loaded or run.")
+    temperature: float = parameter(0.9, "Sampling temperature; the log-probs in the ratio use the same.")
+    num_generations: int | None = parameter(
+        8,
+        "Completions per prompt, the group of the advantage; None = the whole batch is one group.",
+    )
+    num_generations_eval: int = parameter(1, "Completions per prompt in evaluation.")
+    max_completion_length: int | None = parameter(256, "Longest completion in tokens.")
+    max_prompt_length: int | None = parameter(
+        512,
+        "Longest prompt in tokens; longer ones lose their beginning. None = never cut.",
+    )
+    reward_weights: list[float] | None = parameter(None, "Weight of each reward function; None = 1 for each.")
+    loss_type: str = parameter("grpo", "grpo, dr_grpo, dapo, bnpo, gspo, cispo, rloo or reinforce++.")
+    epsilon: float = parameter(0.2, "Lower clip of the ratio.")
+    epsilon_high: float | None = parameter(None, "Upper clip; None = epsilon (dapo 0.28, cispo 4.0).")
+    delta: float | None = parameter(None, "Two-sided clipping: upper bound of the ratio also for negative advantages.")
+    num_iterations: int = parameter(1, "Optimizer steps on each generated batch.")
+    scale_rewards: str | None = parameter(
+        None,
+        "Divide centred rewards by the standard deviation of the 'group' or 'batch', or 'none'; None = what "
+        "the loss type prescribes (group; dr_grpo: none).",
+    )
+    kl_estimator: str = parameter("k3", "k1, k2 or k3.")
+    entropy_coef: float = parameter(0.0, "Weight of an entropy bonus.")
+    importance_correction: str = parameter(
+        "none",
+        "For sampler and trainer disagreeing on the same weights: none, tis (truncated) or mis (masked).",
+    )
+    importance_correction_cap: float = parameter(2.0, "Cap of the importance weight.")
+    importance_correction_level: str = parameter("token", "token or sequence.")
+    mask_truncated_completions: bool = parameter(False, "Completions cut by the length limit carry no loss.")
+    overlong_cache_length: int | None = parameter(
+        None,
+        "DAPO's soft punishment: the last that many tokens before max_completion_length cost up to -1 reward."
+        " None = off.",
+    )
+    dynamic_sampling: bool = parameter(
+        False,
+        "Drop groups whose rewards are all equal and sample further prompts to refill the batch.",
+    )
+    dynamic_sampling_max_rounds: int = parameter(4, "At most that many rounds of refilling per batch.")
+    unbias_log_probabilities: bool = parameter(
+        True,
+        "Log-probs at the sampling temperature (True) or at temperature 1 (False), for policy, sampler and "
+        "reference alike.",
+    )
+    distill_coef: float = parameter(1.0, "Weight of the distillation term of samples that carry teacher log-probs.")
+    sync_ref_model: bool = parameter(False, "Move the reference towards the policy during training.")
+    ref_model_mixup_alpha: float = parameter(0.9, "reference = alpha * policy + (1 - alpha) * reference.")
+    ref_model_sync_steps: int = parameter(64, "Steps between two reference updates.")
+    artificial_epochs: int | None = parameter(1, "Permutations of the prompts chained into one epoch.")
+    disable_dropout: bool = parameter(
+        True,
+        "Set every dropout of the policy to 0, so that its log-probs are those of the sampler.",
+    )
 
     # --- sampling ---
-    top_k: int | None = field(default=None, metadata={"help": "Sample from the k most likely tokens."})
-    top_p: float = field(default=1.0, metadata={"help": "Nucleus sampling threshold."})
-    min_p: float | None = field(default=None, metadata={"help": "Least probability relative to the most likely token."})
-    repetition_penalty: float = field(default=1.0, metadata={"help": "Penalty on tokens that already occurred."})
-    chat_template_kwargs: dict[str, Any] | None = field(default=None, metadata={"help": "Further arguments for the chat template."})
-    generation_aggregation_steps: int | None = field(default=None, metadata={"help": "One generation round serves that many micro-steps; None = all of an optimizer step."})
-    shuffle_generation_inputs: bool = field(default=False, metadata={"help": "Permute prompts before generation; results return in order."})
-    sampler: str = field(default="auto", metadata={"help": "engine (embedded), transformers, vllm, vllm_server; auto = what use_vllm and use_vllm_server say, else the embedded engine."})
-    use_vllm: bool | None = field(default=False, metadata={"help": "Sample with vLLM in this process."})
-    use_vllm_server: bool = field(default=False, metadata={"help": "Sample with vLLM server(s) at vllm_host:vllm_port."})
-    vllm_device: str | None = field(default="auto", metadata={"help": "Device of the in-process vLLM."})
-    vllm_gpu_memory_utilization: float = field(default=0.9, metadata={"help": "Share of the GPU memory for the in-process vLLM."})
-    vllm_dtype: str | None = field(default="auto", metadata={"help": "Data type of the in-process vLLM."})
-    vllm_max_model_len: int | None = field(default=None, metadata={"help": "Longest sequence of the in-process vLLM."})
-    vllm_host: str | None = field(default=None, metadata={"help": "Host of the vLLM server(s)."})
-    vllm_port: int | None = field(default=None, metadata={"help": "Port of the first vLLM server; client i uses port + i."})
-    vllm_group_port: int | None = field(default=51216, metadata={"help": "Kept for old configurations; weights are pushed through a folder, so another value is an error."})
-    vllm_server_timeout: float = field(default=120.0, metadata={"help": "Seconds to wait for a vLLM server to answer."})
-    num_vllm_clients: int | None = field(default=1, metadata={"help": "Number of vLLM servers."})
-    vllm_weights_dir: str | None = field(default=None, metadata={"help": "Folder both sides see, for pushing weights to vLLM servers; None = output_dir/vllm_weights."})
-    vllm_probe_tolerance: float = field(default=0.05, metadata={"help": "Largest mean log-prob difference between vLLM and the trainer after a weight push."})
-    vllm_guided_decoding_regex: str | None = field(default=None, metadata={"help": "Completions follow this regular expression (vLLM samplers only)."})
-    vllm_sleep_level: int = field(default=1, metadata={"help": "Sleep level of the in-process vLLM between rounds (0 = never sleeps)."})
-    enforce_eager: bool = field(default=True, metadata={"help": "In-process vLLM without captured graphs."})
-    enable_prefix_caching: bool = field(default=False, metadata={"help": "Prefix caching of the in-process vLLM (the embedded engine always shares prefixes)."})
-    use_ray: bool | None = field(default=False, metadata={"help": "Not available: raises. Start servers with Ray and use vLLM servers instead."})
-    ray_share_training_devices: bool | None = field(default=False, metadata={"help": "Not available: raises."})
-    ray_tensor_parallelism: int = field(default=1, metadata={"help": "Not available: raises when changed."})
-    ray_data_parallelism: int | None = field(default=None, metadata={"help": "Not available: raises when set."})
-    ray_no_memory_duplication: bool | None = field(default=False, metadata={"help": "Not available: raises."})
+    top_k: int | None = parameter(None, "Sample from the k most likely tokens.")
+    top_p: float = parameter(1.0, "Nucleus sampling threshold.")
+    min_p: float | None = parameter(None, "Least probability relative to the most likely token.")
+    repetition_penalty: float = parameter(1.0, "Penalty on tokens that already occurred.")
+    chat_template_kwargs: dict[str, Any] | None = parameter(None, "Further arguments for the chat template.")
+    generation_aggregation_steps: int | None = parameter(
+        None,
+        "One generation round serves that many micro-steps; None = all of an optimizer step.",
+    )
+    shuffle_generation_inputs: bool = parameter(False, "Permute prompts before generation; results return in order.")
+    sampler: str = parameter(
+        "auto",
+        "engine (embedded), transformers, vllm, vllm_server; auto = what use_vllm and use_vllm_server say, "
+        "else the embedded engine.",
+    )
+    use_vllm: bool | None = parameter(False, "Sample with vLLM in this process.")
+    use_vllm_server: bool = parameter(False, "Sample with vLLM server(s) at vllm_host:vllm_port.")
+    vllm_device: str | None = parameter("auto", "Device of the in-process vLLM.")
+    vllm_gpu_memory_utilization: float = parameter(0.9, "Share of the GPU memory for the in-process vLLM.")
+    vllm_dtype: str | None = parameter("auto", "Data type of the in-process vLLM.")
+    vllm_max_model_len: int | None = parameter(None, "Longest sequence of the in-process vLLM.")
+    vllm_host: str | None = parameter(None, "Host of the vLLM server(s).")
+    vllm_port: int | None = parameter(None, "Port of the first vLLM server; client i uses port + i.")
+    vllm_group_port: int | None = parameter(
+        51216,
+        "Kept for old configurations; weights are pushed through a folder, so another value is an error.",
+    )
+    vllm_server_timeout: float = parameter(120.0, "Seconds to wait for a vLLM server to answer.")
+    num_vllm_clients: int | None = parameter(1, "Number of vLLM servers.")
+    vllm_weights_dir: str | None = parameter(
+        None,
+        "Folder both sides see, for pushing weights to vLLM servers; None = output_dir/vllm_weights.",
+    )
+    vllm_probe_tolerance: float = parameter(
+        0.05,
+        "Largest mean log-prob difference between vLLM and the trainer after a weight push.",
+    )
+    vllm_guided_decoding_regex: str | None = parameter(
+        None,
+        "Completions follow this regular expression (vLLM samplers only).",
+    )
+    vllm_sleep_level: int = parameter(1, "Sleep level of the in-process vLLM between rounds (0 = never sleeps).")
+    enforce_eager: bool = parameter(True, "In-process vLLM without captured graphs.")
+    enable_prefix_caching: bool = parameter(
+        False,
+        "Prefix caching of the in-process vLLM (the embedded engine always shares prefixes).",
+    )
+    use_ray: bool | None = parameter(
+        False,
+        "Not available: raises. Start servers with Ray and use vLLM servers instead.",
+    )
+    ray_share_training_devices: bool | None = parameter(False, "Not available: raises.")
+    ray_tensor_parallelism: int = parameter(1, "Not available: raises when changed.")
+    ray_data_parallelism: int | None = parameter(None, "Not available: raises when set.")
+    ray_no_memory_duplication: bool | None = parameter(False, "Not available: raises.")
 
     # --- rollouts from environments ---
-    rollout_server_url: str | None = field(default=None, metadata={"help": "Take batches from this rollout server instead of sampling prompts here."})
-    rollout_server_token: str | None = field(default=None, metadata={"help": "Bearer token of the rollout server."})
-    rollout_batch_size: int | None = field(default=None, metadata={"help": "Sequences per batch asked of the rollout server; None = one optimizer step's worth."})
-    rollout_wait_timeout_s: float = field(default=600.0, metadata={"help": "A batch that does not come within this time is an error that says who is waited for."})
-    rollout_max_token_len: int | None = field(default=None, metadata={"help": "Longest sequence announced to environments; None = max_prompt_length + max_completion_length."})
-    max_batches_offpolicy: int = field(default=3, metadata={"help": "Batches an environment may be ahead of the trainer."})
-    max_staleness: int | None = field(default=None, metadata={"help": "Samples whose oldest token is more policy versions behind are refused and counted. None = 0 in process (sampling and update take turns), max_batches_offpolicy with a rollout server. In process, n > 0 samples up to n batches ahead during the update."})
-    policy_server_port: int | None = field(default=None, metadata={"help": "Serve the policy being trained on this port from this process (OpenAI routes and /generate), so environments sample from the live weights. 0 = any free port."})
-    policy_server_host: str = field(default="127.0.0.1", metadata={"help": "Address of the policy server."})
-    policy_model_name: str = field(default="policy", metadata={"help": "Model name of the policy server."})
+    rollout_server_url: str | None = parameter(
+        None,
+        "Take batches from this rollout server instead of sampling prompts here.",
+    )
+    rollout_server_token: str | None = parameter(None, "Bearer token of the rollout server.")
+    rollout_batch_size: int | None = parameter(
+        None,
+        "Sequences per batch asked of the rollout server; None = one optimizer step's worth.",
+    )
+    rollout_wait_timeout_s: float = parameter(
+        600.0,
+        "A batch that does not come within this time is an error that says who is waited for.",
+    )
+    rollout_max_token_len: int | None = parameter(
+        None,
+        "Longest sequence announced to environments; None = max_prompt_length + max_completion_length.",
+    )
+    max_batches_offpolicy: int = parameter(3, "Batches an environment may be ahead of the trainer.")
+    max_staleness: int | None = parameter(
+        None,
+        "Samples whose oldest token is more policy versions behind are refused and counted. None = 0 in "
+        "process (sampling and update take turns), max_batches_offpolicy with a rollout server. In process, n"
+        " > 0 samples up to n batches ahead during the update.",
+    )
+    policy_server_port: int | None = parameter(
+        None,
+        "Serve the policy being trained on this port from this process (OpenAI routes and /generate), so "
+        "environments sample from the live weights. 0 = any free port.",
+    )
+    policy_server_host: str = parameter("127.0.0.1", "Address of the policy server.")
+    policy_model_name: str = parameter("policy", "Model name of the policy server.")
 
     # --- memory and speed ---
-    offload_untrained_models: bool = field(default=False, metadata={"help": "Reference and reward models stay on the CPU outside their use."})
-    ds3_gather_for_generation: bool = field(default=True, metadata={"help": "DeepSpeed ZeRO-3: gather the weights for generation."})
-    backprop_accumulation_steps: int | None = field(default=None, metadata={"help": "Cut each micro-step into that many pieces, each with its own backward pass: same gradients, less memory."})
-    backprop_accumulation_micro_batch_size: int | None = field(default=None, metadata={"help": "The same, by the most sequences in one piece."})
-    packing: str = field(default="auto", metadata={"help": "padded, packed, shared_prefix, or auto."})
-    packing_row_length: int | None = field(default=None, metadata={"help": "Wished length of a packed row; None = the longest sample."})
-    logprob_chunk_size: int | None = field(default=None, metadata={"help": "Positions whose logits are held at a time; None = by a memory budget."})
-    engine_kwargs: dict[str, Any] | None = field(default=None, metadata={"help": "Settings of the embedded engine (EngineConfig fields)."})
+    offload_untrained_models: bool = parameter(False, "Reference and reward models stay on the CPU outside their use.")
+    ds3_gather_for_generation: bool = parameter(True, "DeepSpeed ZeRO-3: gather the weights for generation.")
+    backprop_accumulation_steps: int | None = parameter(
+        None,
+        "Cut each micro-step into that many pieces, each with its own backward pass: same gradients, less memory.",
+    )
+    backprop_accumulation_micro_batch_size: int | None = parameter(
+        None,
+        "The same, by the most sequences in one piece.",
+    )
+    packing: str = parameter("auto", "padded, packed, shared_prefix, or auto.")
+    packing_row_length: int | None = parameter(None, "Wished length of a packed row; None = the longest sample.")
+    logprob_chunk_size: int | None = parameter(
+        None,
+        "Positions whose logits are held at a time; None = by a memory budget.",
+    )
+    engine_kwargs: dict[str, Any] | None = parameter(None, "Settings of the embedded engine (EngineConfig fields).")
 
     # --- determinism and records ---
-    deterministic: bool = field(default=False, metadata={"help": "Deterministic kernels and per-completion seeds: a run that is killed and resumed equals the uninterrupted one."})
-    metrics_file: str | None = field(default="metrics.jsonl", metadata={"help": "Every step's metrics as JSON lines, below output_dir; None = off."})
-    log_completions: bool = field(default=False, metadata={"help": "Log a table of completions to the trackers at logging steps."})
-    save_completions_probability: float | None = field(default=None, metadata={"help": "Share of the completions stored as CSV under output_dir/stored_completions."})
-    activate_debugging_logs: bool = field(default=False, metadata={"help": "Log each phase of a step with its time and memory."})
+    deterministic: bool = parameter(
+        False,
+        "Deterministic kernels and per-completion seeds: a run that is killed and resumed equals the "
+        "uninterrupted one.",
+    )
+    metrics_file: str | None = parameter(
+        "metrics.jsonl",
+        "Every step's metrics as JSON lines, below output_dir; None = off.",
+    )
+    log_completions: bool = parameter(False, "Log a table of completions to the trackers at logging steps.")
+    save_completions_probability: float | None = parameter(
+        None,
+        "Share of the completions stored as CSV under output_dir/stored_completions.",
+    )
+    activate_debugging_logs: bool = parameter(False, "Log each phase of a step with its time and memory.")
 
     # --- teaching ---
-    max_probe_tokens: int | None = field(default=500, metadata={"help": "Longest diagnostic probe of the student."})
-    student_diagnostic_template: str | None = field(default=None, metadata={"help": "Prompt of the probe; placeholder {question}."})
-    teacher_adaptive_template: str | None = field(default=None, metadata={"help": "Prompt of the teacher; placeholders {question} {approach} and the context ones."})
-    student_with_teaching_template: str | None = field(default=None, metadata={"help": "Prompt of the taught student; placeholders {question} {teaching} and the context ones."})
-    student_baseline_template: str | None = field(default=None, metadata={"help": "Prompt of the untaught student; placeholder {question}."})
+    max_probe_tokens: int | None = parameter(500, "Longest diagnostic probe of the student.")
+    student_diagnostic_template: str | None = parameter(None, "Prompt of the probe; placeholder {question}.")
+    teacher_adaptive_template: str | None = parameter(
+        None,
+        "Prompt of the teacher; placeholders {question} {approach} and the context ones.",
+    )
+    student_with_teaching_template: str | None = parameter(
+        None,
+        "Prompt of the taught student; placeholders {question} {teaching} and the context ones.",
+    )
+    student_baseline_template: str | None = parameter(None, "Prompt of the untaught student; placeholder {question}.")
 
     def __post_init__(self) -> None:
         self._resolve_best_model()
@@ -167,7 +293,12 @@ class GRPOConfig(TrainingArguments):
         eval_steps = self.eval_steps or self.logging_steps
         if strategy == "steps" and self.save_steps >= 1 and eval_steps >= 1 and self.save_steps % eval_steps:
             aligned = math.ceil(self.save_steps / eval_steps) * eval_steps
-            logger.info("save_steps %s becomes %s, a multiple of eval_steps %s, so that the best model can be saved", self.save_steps, aligned, eval_steps)
+            logger.info(
+                "save_steps %s becomes %s, a multiple of eval_steps %s, so that the best model can be saved",
+                self.save_steps,
+                aligned,
+                eval_steps,
+            )
             self.save_steps = aligned
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
@@ -204,7 +335,7 @@ class GRPOConfig(TrainingArguments):
         return self.model_name_or_path
 
 
-def resolve_trackers(report_to: None | str | list[str]) -> None | str | list[str]:
+def resolve_trackers(report_to: str | list[str] | None) -> str | list[str] | None:
     """``report_to`` without wandb when wandb cannot work here; says so once."""
     names = [report_to] if isinstance(report_to, str) else list(report_to or [])
     if "wandb" not in names:

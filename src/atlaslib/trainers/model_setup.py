@@ -23,16 +23,18 @@ def load_policy(model: Any, config: GRPOConfig) -> Any:
     return load_causal_lm(model or config.require_model_name(), config)
 
 
-def load_causal_lm(name: str, config: GRPOConfig) -> Any:
-    """``AutoModelForCausalLM`` with ``model_init_kwargs``; float32 unless they say otherwise."""
+def load_causal_lm(name: str, config: GRPOConfig, init_kwargs: dict[str, Any] | None = None) -> Any:
+    """``AutoModelForCausalLM`` with ``init_kwargs`` (default: the config's); float32 unless they say otherwise."""
     from transformers import AutoModelForCausalLM
 
-    kwargs = dict(config.model_init_kwargs or {})
+    kwargs = dict(init_kwargs if init_kwargs is not None else config.model_init_kwargs or {})
     dtype = kwargs.pop("torch_dtype", kwargs.pop("dtype", None))
     if isinstance(dtype, str) and dtype != "auto":
         resolved = getattr(torch, dtype, None)
         if not isinstance(resolved, torch.dtype):
-            raise ConfigError(f"model_init_kwargs: {dtype!r} is not a torch dtype; use for instance 'float32' or 'bfloat16'")
+            raise ConfigError(
+                f"model_init_kwargs: {dtype!r} is not a torch dtype; use for instance 'float32' or 'bfloat16'"
+            )
         dtype = resolved
     try:
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype if dtype is not None else torch.float32, **kwargs)
@@ -47,7 +49,9 @@ def load_tokenizer(processing_class: Any, model: Any, config: GRPOConfig) -> Any
 
         name = config.model_name_or_path or getattr(model.config, "_name_or_path", "")
         if not name:
-            raise ConfigError("no tokenizer: the model object does not say where it comes from; pass processing_class=tokenizer")
+            raise ConfigError(
+                "no tokenizer: the model object does not say where it comes from; pass processing_class=tokenizer"
+            )
         try:
             processing_class = AutoTokenizer.from_pretrained(name)
         except OSError as error:

@@ -20,7 +20,9 @@ from atlaslib.types import Microbatch
 class PolicyForward:
     """Computes :class:`TokenLogprobs` of microbatches; remembers the settings that do not change in a run."""
 
-    def __init__(self, *, unwrap: Callable[[Any], Any], chunk_size: int | None = None, at_temperature: bool = True) -> None:
+    def __init__(
+        self, *, unwrap: Callable[[Any], Any], chunk_size: int | None = None, at_temperature: bool = True
+    ) -> None:
         self._unwrap, self._chunk_size, self._at_temperature = unwrap, chunk_size, at_temperature
 
     def __call__(self, model: Any, batch: Microbatch, *, with_entropy: bool = False) -> TokenLogprobs:
@@ -50,7 +52,9 @@ class PolicyForward:
         if batch.num_trained_tokens == 0:
             return TokenLogprobs(hidden.sum(-1, keepdim=True)[:0] + 0.0 * hidden.sum(), None)
         if not is_plain_linear(head):
-            return _module_head_logprobs(head, picked, targets, temperature, self._chunk_size, head_options(base.config), with_entropy)
+            return _module_head_logprobs(
+                head, picked, targets, temperature, self._chunk_size, head_options(base.config), with_entropy
+            )
         autocast = torch.is_autocast_enabled(picked.device.type)
         return token_logprobs(
             picked,
@@ -95,7 +99,9 @@ def find_decoder(model: Any) -> Any:
     if decoder is None or decoder is model:
         decoder = getattr(model, getattr(model, "base_model_prefix", "model") or "model", None)
     if decoder is None or decoder is model:
-        raise ConfigError(f"cannot find the decoder of {type(model).__name__}; a causal language model of transformers is needed")
+        raise ConfigError(
+            f"cannot find the decoder of {type(model).__name__}; a causal language model of transformers is needed"
+        )
     return decoder
 
 
@@ -125,7 +131,9 @@ def attention_mask_for(model: Any, mask: torch.Tensor | None) -> torch.Tensor | 
     if kind == "eager":
         dtype = next(model.parameters()).dtype
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
-    raise ConfigError(f"packed rows need attn_implementation 'sdpa' or 'eager', the model uses {kind!r}; set packing='padded'")
+    raise ConfigError(
+        f"packed rows need attn_implementation 'sdpa' or 'eager', the model uses {kind!r}; set packing='padded'"
+    )
 
 
 def _module_head_logprobs(
@@ -149,7 +157,9 @@ def _module_head_logprobs(
 
     size = chunk_size or 1024
     pieces = [
-        torch.utils.checkpoint.checkpoint(chunk, hidden[i : i + size], targets[i : i + size], temperature[i : i + size], use_reentrant=False)
+        torch.utils.checkpoint.checkpoint(
+            chunk, hidden[i : i + size], targets[i : i + size], temperature[i : i + size], use_reentrant=False
+        )
         for i in range(0, hidden.shape[0], size)
     ]
     logprobs = torch.cat([piece[0] for piece in pieces])

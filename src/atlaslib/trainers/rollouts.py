@@ -125,7 +125,9 @@ def apply_rewards(rollouts: Sequence[Rollout], table: RewardTable) -> None:
 def shape_overlong(rollouts: Sequence[Rollout], *, max_length: int, cache_length: int) -> None:
     """Add DAPO's soft overlong punishment to the rewards."""
     for rollout in rollouts:
-        rollout.reward += overlong_penalty(len(rollout.completion_ids), max_length=max_length, cache_length=cache_length)
+        rollout.reward += overlong_penalty(
+            len(rollout.completion_ids), max_length=max_length, cache_length=cache_length
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -213,3 +215,8 @@ def store_completions(made: Sequence[Rollout], config: GRPOConfig, step: int, is
         for rollout in made:
             if chooser.random() < probability:
                 writer.writerow([step, rollout.prompt, rollout.completion_text, rollout.reward])
+
+
+def drop_stale(made: Sequence[Rollout], *, version: int, bound: int) -> list[Rollout]:
+    """The rollouts whose oldest token is at most ``bound`` versions old."""
+    return [rollout for rollout in made if not rollout.versions or version - min(rollout.versions) <= bound]

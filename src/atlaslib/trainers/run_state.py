@@ -65,7 +65,11 @@ def find_checkpoint(wish: Any, output_dir: str) -> str | None:
 
 def newest_complete(folder: Path) -> Path | None:
     """The complete checkpoint with the highest step; one cut off by a killed process is passed over."""
-    numbered = [(int(path.name.rsplit("-", 1)[1]), path) for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdigit()]
+    numbered = [
+        (int(path.name.rsplit("-", 1)[1]), path)
+        for path in folder.glob("checkpoint-*")
+        if path.name.rsplit("-", 1)[1].isdigit()
+    ]
     for _, path in sorted(numbered, reverse=True):
         if is_complete(path):
             return path
@@ -91,8 +95,10 @@ def save(folder: Path, trainer: GRPOTrainer) -> None:
         "global_step": trainer.state.global_step,
         "policy_version": trainer.policy_version,
         "batch_seq": None if source is None else source.last_seq,
-        "samples": [dataclasses.asdict(sample) for sample in trainer._step_samples] if unfinished else [],
-        "old_logprobs": [[_listed(piece.old_logprobs) for piece in part] for part in trainer._step_batch] if unfinished else [],
+        "samples": [dataclasses.asdict(sample) for sample in trainer.step_samples] if unfinished else [],
+        "old_logprobs": [[_listed(piece.old_logprobs) for piece in part] for part in trainer.step_batch]
+        if unfinished
+        else [],
         "extra": trainer.extra_state(),
     }
     temporary = folder / (STATE_NAME + ".partial")
@@ -111,20 +117,24 @@ def load(checkpoint: str | None) -> dict[str, Any] | None:
 
 def restore(trainer: GRPOTrainer) -> None:
     """Bring the trainer's own state to where the checkpoint left it."""
-    if trainer._metrics_file is not None:
-        trainer._metrics_file.rewind(trainer.state.global_step)
-    state = trainer._resume_state
+    if trainer.metrics_file is not None:
+        trainer.metrics_file.rewind(trainer.state.global_step)
+    state = trainer.resume_state
     if state is None:
         return
     if trainer.service is not None:
         trainer.service.resume_after = state["batch_seq"]
-    trainer._step_samples = [TrainingSample(**sample) for sample in state["samples"]]
-    trainer._step_batch = []
-    if trainer._step_samples:
-        trainer._step_batch = trainer._share_of_process(trainer._step_samples, trainer.config.gradient_accumulation_steps)
-        for part, saved in zip(trainer._step_batch, state["old_logprobs"], strict=False):
+    trainer.step_samples = [TrainingSample(**sample) for sample in state["samples"]]
+    trainer.step_batch = []
+    if trainer.step_samples:
+        trainer.lay_out_step(trainer.config.gradient_accumulation_steps)
+        for part, saved in zip(trainer.step_batch, state["old_logprobs"], strict=False):
             for piece, values in zip(part, saved, strict=False):
-                piece.old_logprobs = None if values is None else torch.tensor(values, dtype=torch.float32, device=trainer.accelerator.device)
+                piece.old_logprobs = (
+                    None
+                    if values is None
+                    else torch.tensor(values, dtype=torch.float32, device=trainer.accelerator.device)
+                )
     trainer.restore_extra_state(state.get("extra") or {})
 
 
@@ -135,7 +145,11 @@ def _listed(values: torch.Tensor | None) -> list[float] | None:
 def sync_reference(trainer: GRPOTrainer) -> None:
     """``sync_ref_model``: reference = alpha * policy + (1 - alpha) * reference, every so many steps."""
     config = trainer.config
-    if not config.sync_ref_model or trainer.reference is None or trainer.state.global_step % config.ref_model_sync_steps:
+    if (
+        not config.sync_ref_model
+        or trainer.reference is None
+        or trainer.state.global_step % config.ref_model_sync_steps
+    ):
         return
     alpha = config.ref_model_mixup_alpha
     policy = trainer.accelerator.unwrap_model(trainer.model)
@@ -175,6 +189,8 @@ def sum_over_processes(accelerator: Any, sums: dict[str, float]) -> dict[str, fl
     if accelerator.num_processes == 1 or not sums:
         return sums
     names = sorted(sums)
-    values = torch.tensor([sums[name] if math.isfinite(sums[name]) else 0.0 for name in names], device=accelerator.device)
+    values = torch.tensor(
+        [sums[name] if math.isfinite(sums[name]) else 0.0 for name in names], device=accelerator.device
+    )
     total = accelerator.reduce(values, reduction="sum")
     return dict(zip(names, [float(value) for value in total], strict=True))

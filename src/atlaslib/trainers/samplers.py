@@ -39,21 +39,33 @@ class SamplerHost:
     def start(self) -> None:
         """Called when training begins and the model is where it stays."""
         config = self._trainer.config
-        wants_server = config.policy_server_port is not None and self._trainer.is_world_process_zero()
-        if wants_server:
+        if config.policy_server_port is not None and self._trainer.is_world_process_zero():
             self._make()
+            self._start_thread()
             self._start_server()
+        elif self._trainer.service is None and self._trainer.pipeline.is_asynchronous:
+            self._make()
+            if self._engine is None and config.sampler_kind == "engine":
+                raise ConfigError(
+                    "max_staleness above 0 needs the embedded engine or a vLLM server; this model cannot be sampled by the engine"
+                )
+            self._start_thread()
         if self._engine is not None:
             self._engine.version = self._trainer.policy_version
 
-    def synced(self, version: int) -> Sampler:
-        """The sampler with the weights of ``version``."""
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler; made on first use."""
         if self._sampler is None:
             self._make()
-        assert self._sampler is not None
-        with self._trainer.metrics.time("sync"):
-            self._sampler.sync(version)
+            assert self._sampler is not None
+            self._sampler.sync(self._trainer.policy_version)
         return self._sampler
+
+    def sync(self, version: int) -> None:
+        """Bring the sampler to the present weights; called by the training thread while nobody writes them."""
+        with self._trainer.metrics.time("sync"):
+            self.sampler.sync(version)
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
@@ -112,21 +124,37 @@ class SamplerHost:
         from atlaslib.generation.engine_sampler import EngineSampler
 
         trainer = self._trainer
-        settings = {"update_mode": "in_flight" if trainer.config.policy_server_port is not None else "drain", **(trainer.config.engine_kwargs or {})}
-        self._engine = Engine(trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class, EngineConfig(**settings))
+        settings = {
+            "update_mode": "in_flight"
+            if trainer.config.policy_server_port is not None or trainer.pipeline.is_asynchronous
+            else "drain",
+            **(trainer.config.engine_kwargs or {}),
+        }
+        self._engine = Engine(
+            trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class, EngineConfig(**settings)
+        )
         self._engine.version = trainer.policy_version
         return EngineSampler(self._engine)
 
-    def _start_server(self) -> None:
+    def _start_thread(self) -> None:
+        if self._engine is None:
+            return
         from atlaslib.engine import EngineThread
-        from atlaslib.engine.server import serve_in_thread
 
-        config = self._trainer.config
         self._thread = EngineThread(self._engine)
         self._thread.start()
         self._sampler.thread = self._thread  # type: ignore[union-attr]
+
+    def _start_server(self) -> None:
+        from atlaslib.engine.server import serve_in_thread
+
+        config = self._trainer.config
         self._server = serve_in_thread(
-            self._thread, self._trainer.processing_class, config.policy_model_name, host=config.policy_server_host, port=config.policy_server_port
+            self._thread,
+            self._trainer.processing_class,
+            config.policy_model_name,
+            host=config.policy_server_host,
+            port=config.policy_server_port,
         )
         logger.info("the policy is served at %s", self._server.url)
 
@@ -134,7 +162,9 @@ class SamplerHost:
 def _transformers_sampler(trainer: GRPOTrainer) -> Sampler:
     from atlaslib.generation.transformers_sampler import TransformersSampler
 
-    return TransformersSampler(trainer.accelerator.unwrap_model(trainer.model), pad_id=trainer.processing_class.pad_token_id)
+    return TransformersSampler(
+        trainer.accelerator.unwrap_model(trainer.model), pad_id=trainer.processing_class.pad_token_id
+    )
 
 
 def _vllm_sampler(trainer: GRPOTrainer) -> Sampler:
@@ -153,4 +183,9 @@ def _no_sampler(trainer: GRPOTrainer) -> Sampler:
     raise ConfigError(f"sampler {trainer.config.sampler!r} is not known")
 
 
-_MAKERS = {"transformers": _transformers_sampler, "vllm": _vllm_sampler, "vllm_server": _vllm_server_sampler, "auto": _no_sampler}
+_MAKERS = {
+    "transformers": _transformers_sampler,
+    "vllm": _vllm_sampler,
+    "vllm_server": _vllm_server_sampler,
+    "auto": _no_sampler,
+}

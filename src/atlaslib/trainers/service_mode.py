@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from atlaslib.data.rollout_source import RolloutBatch, RolloutSource
 from atlaslib.data.scored_groups import to_samples
 from atlaslib.trainers import run_state
+from atlaslib.trainers.choices import estimator_of, scale_of
 from atlaslib.types import TrainingSample
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class ServiceMode:
             max_staleness=config.staleness_bound,
             wait_timeout_s=config.rollout_wait_timeout_s,
             url=config.rollout_server_url or "",
-            should_stop=lambda: trainer._stop.requested,
+            should_stop=lambda: trainer.stop_signal.requested,
         )
         limit = config.rollout_max_token_len or (config.max_prompt_length or 0) + config.completion_limit
         self.source.register(
@@ -85,10 +86,10 @@ class ServiceMode:
         return TrainerClient(config.rollout_server_url or "", token=config.rollout_server_token)
 
     def _convert(self, group: dict[str, Any]) -> list[TrainingSample]:
-        from atlaslib.trainers.grpo import estimator_of, scale_of
-
         config = self._trainer.config
-        return to_samples(group, default_temperature=config.temperature, estimator=estimator_of(config), scale=scale_of(config))
+        return to_samples(
+            group, default_temperature=config.temperature, estimator=estimator_of(config), scale=scale_of(config)
+        )
 
     def _mask_truncated(self, samples: list[TrainingSample]) -> list[TrainingSample]:
         if self._trainer.config.mask_truncated_completions:

@@ -20,6 +20,10 @@ class StepMetrics:
         self._window: dict[str, list[float]] = defaultdict(list)
         self._started = time.perf_counter()
 
+    def restart(self) -> None:
+        """The clock of the next step starts now."""
+        self._started = time.perf_counter()
+
     def add(self, **values: float) -> None:
         """One observation each; names may not hold slashes here, see :meth:`put`."""
         for name, value in values.items():
