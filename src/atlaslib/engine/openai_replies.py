@@ -10,13 +10,14 @@ from atlaslib.engine import openai_protocol as wire
 from atlaslib.engine.openai_protocol import ParsedRequest
 from atlaslib.engine.sequence import Completion
 from atlaslib.engine.text import TextStream
+from atroposlib.envs.server_handling.tool_formats import tool_format as find_tool_format
 
 
 class ReplyWriter:
     """Knows the tokenizer and the model's name; everything else comes with the request."""
 
     def __init__(self, tokenizer: Any, model_name: str, tool_format: str) -> None:
-        self.tokenizer, self.model_name, self.tool_format = tokenizer, model_name, tool_format
+        self.tokenizer, self.model_name, self.tool_format = tokenizer, model_name, find_tool_format(tool_format)
 
     def chat(self, parsed: ParsedRequest, completions: list[Completion]) -> dict[str, Any]:
         """A ``chat.completion`` object."""
@@ -88,15 +89,13 @@ class ReplyWriter:
         """The assistant message and its finish reason; tool calls are taken out of the text when tools were offered."""
         text = self.text(parsed, completion)
         if parsed.tools:
-            from atroposlib.envs.server_handling.tool_formats import parse_tool_calls
-
-            content, calls = parse_tool_calls(text, self.tool_format)
+            content, calls = self.tool_format.parse(text, parsed.tools)
             if calls:
                 tool_calls = [
                     {
                         "id": f"call_{uuid.uuid4().hex[:24]}",
                         "type": "function",
-                        "function": {"name": call.name, "arguments": call.arguments},
+                        "function": {"name": call.name, "arguments": call.arguments_json()},
                     }
                     for call in calls
                 ]

@@ -232,7 +232,7 @@ def test_tools_go_through_the_template_and_come_back_as_calls() -> None:
     reply = ReplyWriter(tokenizer, "m", "hermes").chat(parsed, [done])
     choice = reply["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["content"] == "Let me see."
+    assert choice["message"]["content"] == "Let me see.\n"
     call = choice["message"]["tool_calls"][0]["function"]
     assert (call["name"], json.loads(call["arguments"])) == ("add", {"a": 1})
     assert reply["policy_versions"] == [3]
