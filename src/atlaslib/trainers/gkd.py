@@ -24,6 +24,7 @@ from atlaslib.trainers.grpo import GRPOTrainer
 from atlaslib.trainers.grpo_config import GRPOConfig
 from atlaslib.trainers.policy import attention_mask_for, find_decoder, head_options
 from atlaslib.trainers.rollouts import Rollout
+from atlaslib.trainers.sft import given_sample, plain_microbatch
 from atlaslib.types import Microbatch, TrainingSample
 
 ROWS_PER_PASS = 8
@@ -61,18 +62,18 @@ class GKDTrainer(GRPOTrainer):
                 "distillation samples its own prompts; environments send distillation data with their groups instead"
             )
         self.teacher = self._load_teacher(teacher_model, teacher_model_init_kwargs)
-        self.loss_options = replace(self.loss_options, distill_coef=1.0 - mix)
+        self.update.options = replace(self.update.options, distill_coef=1.0 - mix)
 
     def score(self, made: Sequence[Rollout]) -> None:
         """The teacher's log-probs and candidates into the rollouts; the reward is minus the reverse KL per token."""
         for start in range(0, len(made), ROWS_PER_PASS):
             part = made[start : start + ROWS_PER_PASS]
-            samples = [_unscored(rollout) for rollout in part]
+            samples = [given_sample(rollout) for rollout in part]
             with (
                 on_device(self.teacher, self.accelerator.device, self.config.offload_untrained_models),
                 torch.no_grad(),
             ):
-                scores = self._teacher_scores(self._layout(samples))
+                scores = self._teacher_scores(plain_microbatch(samples, self))
             for index, rollout in enumerate(part):
                 self._put_scores(rollout, *(tensor[scores[0] == index] for tensor in scores[1:]))
 
@@ -146,14 +147,3 @@ class GKDTrainer(GRPOTrainer):
         rollout.extra["teacher_candidate_logprobs"] = logprobs.tolist()
         rollout.reward = sum(gaps) / max(len(gaps), 1)
         rollout.rewards = {"minus_reverse_kl": rollout.reward}
-
-
-def _unscored(rollout: Rollout) -> TrainingSample:
-    prompt, completion = len(rollout.prompt_ids), len(rollout.completion_ids)
-    return TrainingSample(
-        token_ids=[*rollout.prompt_ids, *rollout.completion_ids],
-        loss_mask=[False] * prompt + [True] * completion,
-        advantages=[0.0] * (prompt + completion),
-        reward=0.0,
-        temperature=rollout.temperature,
-    )

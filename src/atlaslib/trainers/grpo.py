@@ -116,7 +116,7 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
         self.prompt_encoder = PromptEncoder(
             self.processing_class, max_length=config.max_prompt_length, template_kwargs=config.chat_template_kwargs
         )
-        self.sizes = batch_sizes.BatchSizes.of(config, num_processes=self.accelerator.num_processes)
+        self.sizes = self.batch_sizes()
         self.prompt_order: PromptOrder | None = None
         self.service: ServiceMode | None = None
         if config.rollout_server_url is not None or rollout_client is not None:
@@ -134,6 +134,10 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
         path = None if config.metrics_file is None else Path(config.output_dir) / config.metrics_file
         self.metrics_file = MetricsFile(path) if path is not None and self.is_world_process_zero() else None
         remember_grad_norm(self)
+
+    def batch_sizes(self) -> batch_sizes.BatchSizes:
+        """How a step is cut into groups; a trainer without groups says so here."""
+        return batch_sizes.BatchSizes.of(self.config, num_processes=self.accelerator.num_processes)
 
     def _check_in_process(self) -> None:
         if self.train_dataset is None:

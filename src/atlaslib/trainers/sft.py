@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from atlaslib.data.packing import build_microbatch
 from atlaslib.errors import ConfigError
 from atlaslib.generation.protocol import SamplingSettings
 from atlaslib.trainers.batch_sizes import BatchSizes
 from atlaslib.trainers.grpo import GRPOTrainer
 from atlaslib.trainers.rollouts import Rollout
-from atlaslib.types import TrainingSample
+from atlaslib.types import Microbatch, TrainingSample
 
 
 class SFTTrainer(GRPOTrainer):
@@ -67,8 +68,10 @@ class SFTTrainer(GRPOTrainer):
         total, count = 0.0, 0
         with torch.no_grad():
             for start in range(0, len(made), self.config.per_device_eval_batch_size):
-                part = [_as_sample(rollout) for rollout in made[start : start + self.config.per_device_eval_batch_size]]
-                logprobs = self.forward_logprobs(self.model, self._layout(part)).logprobs[:, 0]
+                part = [
+                    given_sample(rollout) for rollout in made[start : start + self.config.per_device_eval_batch_size]
+                ]
+                logprobs = self.update.forward_logprobs(self.model, plain_microbatch(part, self)).logprobs[:, 0]
                 total, count = total - float(logprobs.sum()), count + logprobs.shape[0]
         loss = total / max(count, 1)
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
@@ -104,11 +107,20 @@ def completion_text(row: dict[str, Any]) -> str:
     raise ConfigError(f"a row's completion is {completion!r:.80}; give text or a list of one assistant message")
 
 
-def _as_sample(rollout: Rollout) -> TrainingSample:
+def given_sample(rollout: Rollout) -> TrainingSample:
+    """A sample that carries no advantage, only which tokens are asked about."""
     prompt, completion = len(rollout.prompt_ids), len(rollout.completion_ids)
     return TrainingSample(
         token_ids=[*rollout.prompt_ids, *rollout.completion_ids],
         loss_mask=[False] * prompt + [True] * completion,
         advantages=[0.0] * (prompt + completion),
         reward=0.0,
+        temperature=rollout.temperature,
+    )
+
+
+def plain_microbatch(samples: Sequence[TrainingSample], trainer: GRPOTrainer) -> Microbatch:
+    """One padded row per sample, on the trainer's device."""
+    return build_microbatch(
+        samples, layout="padded", pad_id=trainer.processing_class.pad_token_id, device=trainer.accelerator.device
     )

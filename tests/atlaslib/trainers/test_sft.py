@@ -19,6 +19,7 @@ def config(folder: Path, **changes: Any) -> GRPOConfig:
     values: dict[str, Any] = {
         "beta": 0.0,
         "per_device_train_batch_size": 4,
+        "num_generations": 4,
         "learning_rate": 3e-3,
         "report_to": "none",
         "save_strategy": "no",
