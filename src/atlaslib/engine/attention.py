@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 NAME = "atropos_paged"
 
@@ -160,10 +160,11 @@ def _attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> Any:
     context = current()
     if context is None:
-        return _fallback(module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, softcap=softcap, **kwargs)
+        kwargs.update(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+        return _fallback(module, query, key, value, attention_mask, **kwargs)
     if kwargs.get("s_aux") is not None:
         raise NotImplementedError("attention sinks")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -227,7 +228,7 @@ def _prefill_torch(
     groups = query.shape[0] // key.shape[0]
     key, value = (x.repeat_interleave(groups, dim=0) if groups > 1 else x for x in (key, value))
     if softcap is None:
-        out = F.scaled_dot_product_attention(
+        out = scaled_dot_product_attention(
             query[None], key[None], value[None], attn_mask=mask, is_causal=causal_only and rows > 1, scale=scale
         )[0]
     else:
@@ -249,7 +250,8 @@ def _decode_torch(
 ) -> Tensor:
     """One query per row over that row's blocks; the heads of a group are the rows of one small product."""
     tables = context.tables
-    assert tables is not None and context.lengths is not None
+    assert tables is not None
+    assert context.lengths is not None
     batch = tables.shape[0]
     flat = tables.reshape(-1)
 
@@ -268,7 +270,7 @@ def _decode_torch(
     heads, kv_heads = query.shape[0], keys.shape[1]
     grouped = query.transpose(0, 1).reshape(batch, kv_heads, heads // kv_heads, -1)
     if softcap is None:
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     else:
         out = _softcapped(grouped, keys, values, mask, scale, softcap)
     return out.reshape(batch, heads, -1)

@@ -29,7 +29,7 @@ from atlaslib.engine.output import Ending, Outputs, collect_scores, note_top_log
 from atlaslib.engine.sampling import Sampled, mix_seed
 from atlaslib.engine.scheduler import DecodePlan, PrefillPlan, Scheduler
 from atlaslib.engine.sequence import Completion, Request, Sequence, SlotTable, TokenCallback
-from atlaslib.engine.support import check_supported, eos_ids, model_length
+from atlaslib.engine.support import check_supported, eos_ids, model_length, probe
 from atlaslib.errors import EngineInputError
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Engine:
         """Sample from `model` from now on (also for weights that moved to new storage); nothing may be running."""
         with self._lock:
             check_supported(model)
-            if getattr(self, "scheduler", None) is not None and self.scheduler.busy:
+            if "scheduler" in vars(self) and self.scheduler.busy:
                 raise EngineInputError("attach() needs an idle engine; finish or abort the running requests first")
             self.model = model
             config = self.config
@@ -72,6 +72,10 @@ class Engine:
                 max_model_len=self.max_model_len,
                 prefix_cache=config.prefix_cache,
             )
+            if config.check_model:
+                probe(self)
+                self.blocks.forget_all()
+                self.num_tokens = 0
 
     # requests
 

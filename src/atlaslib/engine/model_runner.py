@@ -7,8 +7,9 @@ The module is put into eval mode and onto paged attention for the duration of a 
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,27 @@ class Prefilled:
     scored: list[ScoredRows]
 
 
+@contextmanager
+def cpu_settings(device: torch.device, threads: int | None) -> Iterator[None]:
+    """Torch threads for a step; on ARM also plain BLAS, which is 1.4x oneDNN at the few rows of a decode step."""
+    if device.type != "cpu":
+        yield
+        return
+    before, onednn = torch.get_num_threads(), torch._C._get_mkldnn_enabled()
+    plain_blas = onednn and platform.machine() in ("aarch64", "arm64")
+    if threads not in (None, before):
+        torch.set_num_threads(threads or before)
+    if plain_blas:
+        torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        if plain_blas:
+            torch._C._set_mkldnn_enabled(True)
+        if threads not in (None, before):
+            torch.set_num_threads(before)
+
+
 class ModelRunner:
     """Runs the module; keeps the cache."""
 
@@ -63,34 +85,35 @@ class ModelRunner:
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """No gradients, eval mode, paged attention, chosen threads; everything restored afterwards."""
+        """No gradients, eval mode, paged attention, chosen threads and BLAS; everything restored afterwards."""
+        with self.inference_mode(), attention.paged_attention(self.model), cpu_settings(self.device, self.threads):
+            yield
+
+    @contextmanager
+    def inference_mode(self) -> Iterator[None]:
+        """No gradients and eval mode; each module's own mode comes back (faster than model.eval())."""
         training = [module for module in self.model.modules() if module.training]
-        threads = torch.get_num_threads()
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(attention.paged_attention(self.model))
-            for module in training:
-                module.__dict__["training"] = False
-            if self.threads is not None and self.threads != threads:
-                torch.set_num_threads(self.threads)
-            try:
+        for module in training:
+            module.__dict__["training"] = False
+        try:
+            with torch.no_grad():
                 yield
-            finally:
-                for module in training:
-                    module.__dict__["training"] = True
-                if self.threads is not None and self.threads != threads:
-                    torch.set_num_threads(threads)
+        finally:
+            for module in training:
+                module.__dict__["training"] = True
 
     def forward(self, ids: Tensor, positions: Tensor, context: StepContext, keep: Tensor | None) -> Tensor:
         """Logits [rows, V] of the packed tokens; `keep`: the rows wanted, None for all of them."""
         with attention.running(context):
-            return self.model(
+            output = self.model(
                 input_ids=ids[None],
                 position_ids=positions[None],
                 attention_mask=self._dummy_mask,
                 use_cache=False,
                 logits_to_keep=0 if keep is None else keep,
-            ).logits[0]
+            )
+        logits: Tensor = output.logits[0]
+        return logits
 
     def record_shapes(self) -> list[LayerShape]:
         """What each layer stores per token, learned from a forward of two tokens."""

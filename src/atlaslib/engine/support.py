@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
+from atlaslib.engine.config import SamplingParams
 from atlaslib.errors import UnsupportedModelError
 
+logger = logging.getLogger(__name__)
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _MAX_MODEL_LEN = 32768
 
@@ -31,10 +34,10 @@ def _reason(model: Any, config: Any) -> str | None:
         return "it is an encoder-decoder; only decoder-only models are supported"
     if model.get_output_embeddings() is None:
         return "it has no output embeddings, so it is not a language model head"
-    if layer_types - KNOWN_LAYER_TYPES:
-        return f"its layer types {sorted(layer_types - KNOWN_LAYER_TYPES)} keep state that is not keys and values"
     if hasattr(text, "state_size") or hasattr(text, "mamba_d_state") or getattr(text, "model_type", "") in ("rwkv", "mamba"):
         return "it is a state-space model, its memory is not keys and values"
+    if layer_types - KNOWN_LAYER_TYPES:
+        return f"its layer types {sorted(layer_types - KNOWN_LAYER_TYPES)} keep state that is not keys and values"
     if getattr(text, "use_bidirectional_attention", False) or not getattr(text, "is_causal", True):
         return "its attention is bidirectional"
     if not getattr(base, "_supports_attention_backend", False):
@@ -66,3 +69,28 @@ def eos_ids(model: Any, tokenizer: Any) -> list[int]:
             if token is not None and token not in found:
                 found.append(int(token))
     return found
+
+
+def probe(engine: Any) -> None:
+    """Compare a short paged run with the model's plain forward; raise when they are not the same function."""
+    model, vocab = engine.model, engine.runner.vocab_size
+    tokens = [(7919 * i + 11) % vocab for i in range(min(12, engine.max_model_len - 4))]
+    try:
+        reply = engine.generate([tokens], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=0))[0][0]
+    except NotImplementedError as error:
+        raise UnsupportedModelError(f"the engine cannot sample from {type(model).__name__}: its attention uses {error}") from error
+    whole = tokens + reply.token_ids
+    ids = torch.tensor([whole], device=engine.runner.device)
+    with engine.runner.inference_mode():
+        logits = model(input_ids=ids, use_cache=False).logits[0].float()
+    plain = torch.log_softmax(logits, dim=-1)[torch.arange(len(whole) - 1), whole[1:]].tolist()
+    paged = [*(reply.prompt_logprobs or [])[1:], *reply.raw_logprobs]
+    difference = max(abs(a - b) for a, b in zip(plain, paged, strict=True))
+    allowed = 2e-3 if next(model.parameters()).dtype == torch.float32 else 0.5
+    if not difference <= allowed:  # also catches nan
+        raise UnsupportedModelError(
+            f"the engine cannot sample from {type(model).__name__} (model_type {model.config.model_type!r}): its paged forward "
+            f"differs from its plain forward by {difference:.3g} in log-prob; the model must do something in attention "
+            "that the engine does not know"
+        )
+    logger.debug("paged and plain forward of %s agree to %.2g", type(model).__name__, difference)
