@@ -65,7 +65,7 @@ def parse_binary_groups(body: bytes, *, many: bool) -> list[WireGroup]:
     try:
         payloads = [bytes(raw) for raw in _decode_parts(body)] if many else [body]
         return [_check(payload) for payload in payloads]
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"the binary body cannot be read: {error}; see the docstring of atroposlib.api.binary for the form") from None
 
 

@@ -26,7 +26,7 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OFF_LOOP_BYTES = 128 * 1024
 """Work on bodies larger than this happens on a thread."""
-OPEN_PATHS = frozenset({"/healthz"})
+OPEN_PATHS = frozenset({"/healthz", "/live", *(f"/live/{name}" for name in ("app.js", "charts.js", "reader.js", "style.css"))})
 """Answered without a token."""
 
 _JSON_HEADER = (b"content-type", b"application/json")
@@ -129,11 +129,11 @@ def _unzstd(body: bytes, limit: int) -> bytes:
     try:
         reader = zstandard.ZstdDecompressor().stream_reader(body, read_across_frames=True)
         data = reader.read(limit + 1)
+        frame = zstandard.get_frame_parameters(body)
     except zstandard.ZstdError as error:
         raise HttpError(400, f"the body says it is zstd but cannot be decompressed: {error}") from None
     if len(data) > limit:
         raise too_large(limit + 1, limit)
-    frame = zstandard.get_frame_parameters(body)
     if frame.content_size not in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR) and len(data) < frame.content_size:
         raise HttpError(400, "the zstd body is cut off; send the whole of it")
     return bytes(data)
