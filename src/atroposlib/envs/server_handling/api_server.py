@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from atroposlib.envs.server_handling.adaptive_semaphore import AsyncSemWithAdaptiveWeight
 from atroposlib.envs.server_handling.http_pool import HttpPool, is_retryable_status
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from openai.types.completion import Completion
 
 logger = logging.getLogger(__name__)
+
+Reply = TypeVar("Reply")
 
 TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[Any]]
 """Prompt ids, then per sequence: output ids, their log-probs, the finish reason."""
@@ -251,7 +253,9 @@ class APIServer(ABC):
 
     # -- one request ------------------------------------------------------------------------------------------------
 
-    async def _request(self, wrapper: Callable[..., Awaitable[Any]], kwargs: dict[str, Any], chat: bool = False) -> Any:
+    async def _request(
+        self, wrapper: Callable[..., Awaitable[Reply]], kwargs: dict[str, Any], chat: bool = False
+    ) -> Reply:
         kwargs["model"] = self.config.model_name
         is_train = kwargs.pop("split", "train") == "train"
         self.start_watching(chat)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Hashable, Sequence
@@ -87,10 +88,8 @@ def _with_argument_object(call: Any) -> dict[str, Any]:
     function = dict(plain.get("function") or {})
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError):  # a model's malformed arguments are shown to it as they were
             function["arguments"] = json.loads(arguments)
-        except ValueError:
-            pass  # a model's malformed arguments are shown to it as they were
     return {**plain, "function": function}
 
 

@@ -80,13 +80,20 @@ class HttpPool:
         self, url: str, payload: Any, *, headers: Mapping[str, str] | None = None, timeout_s: float
     ) -> Any:
         """POST ``payload`` and return the decoded reply; every failure is an ``InferenceServerError``."""
+        return await self.request_json("POST", url, payload, headers=headers, timeout_s=timeout_s)
+
+    async def request_json(
+        self, method: str, url: str, payload: Any = None, *, headers: Mapping[str, str] | None = None, timeout_s: float
+    ) -> Any:
+        """Any request with a JSON reply; every failure is an ``InferenceServerError``."""
         import aiohttp
 
         session = await self.session()
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
         all_headers = {"Content-Type": "application/json", **(headers or {})}
         try:
-            async with session.post(url, data=encode_json(payload), headers=all_headers, timeout=timeout) as response:
+            data = None if payload is None else encode_json(payload)
+            async with session.request(method, url, data=data, headers=all_headers, timeout=timeout) as response:
                 body = await response.read()
                 status = response.status
         except TimeoutError as error:

@@ -94,3 +94,19 @@ def _usage(num_prompt_tokens: int, num_sampled: int) -> Any:
     return CompletionUsage(
         prompt_tokens=num_prompt_tokens, completion_tokens=num_sampled, total_tokens=num_prompt_tokens + num_sampled
     )
+
+
+def managed_chat_from(data: dict[str, Any]) -> ChatCompletion:
+    """The ``ChatCompletion`` of a proxy's reply, in the shape a local session gives."""
+    from openai.types.completion_usage import CompletionUsage
+
+    reply = chat_reply(
+        data["model"],
+        [choice["message"] for choice in data["choices"]],
+        [choice["finish_reason"] for choice in data["choices"]],
+        0,
+        0,
+    )
+    reply.id = data["id"]
+    reply.usage = CompletionUsage(**data["usage"]) if data.get("usage") else None
+    return reply

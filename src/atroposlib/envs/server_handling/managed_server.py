@@ -122,6 +122,10 @@ class ManagedServer:
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         """Answer ``messages`` and record the sequences; ``tools`` need a tool parser."""
+        return (await self.chat_completion_with_nodes(**kwargs))[0]
+
+    async def chat_completion_with_nodes(self, **kwargs: Any) -> tuple[ChatCompletion, list[SequenceNode]]:
+        """As ``chat_completion``, with the recorded node of every choice."""
         messages = self._prepared(kwargs.pop("messages"))
         tools = kwargs.pop("tools", None)
         tool_choice = kwargs.pop("tool_choice", None)
@@ -142,12 +146,13 @@ class ManagedServer:
                 parsed, calls, _ = translator.parse_model_output(turn.reply_text, tool_choice or "auto", tools)
                 content, tool_calls = parsed or "", [call.model_dump() for call in calls] if calls else None
                 reason = "tool_calls" if calls and reason != "length" else reason
-            answer = {"role": "assistant", "content": content, "tool_calls": tool_calls}
-            turn.conversation = conversation_keys([*messages, answer], tools)[-1]
+            message = {"role": "assistant", "content": content, "tool_calls": tool_calls}
+            turn.conversation = conversation_keys([*messages, message], tools)[-1]
             contents.append({"content": content or (None if tool_calls else ""), "tool_calls": tool_calls})
             reasons.append(reason)
         self._record(reply.turns, prefix)
-        return chat_reply(self._model_name(), contents, reasons, reply.num_prompt_tokens, reply.num_sampled)
+        answer = chat_reply(self._model_name(), contents, reasons, reply.num_prompt_tokens, reply.num_sampled)
+        return answer, [turn.node for turn in reply.turns]
 
     async def completion(self, **kwargs: Any) -> Completion:
         """Continue ``prompt`` and record the sequences."""
@@ -348,7 +353,7 @@ def _versions(prefix: Prefix | None, per_sequence: list[list[int]], index: int, 
 
 def _template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any] | None:
     extra = dict(kwargs.pop("extra_body", None) or {})
-    options = extra.pop("chat_template_kwargs", None) or kwargs.pop("chat_template_kwargs", None)
+    options: dict[str, Any] | None = extra.pop("chat_template_kwargs", None) or kwargs.pop("chat_template_kwargs", None)
     if extra:
         kwargs["extra_body"] = extra
     return options

@@ -36,7 +36,11 @@ async def open_managed_session(
 
         model_name = getattr(getattr(manager.servers[0], "config", None), "model_name", "unknown")
         async with await create_proxy_session(
-            proxy_url, base_url=base_url, tool_parser=manager.tool_parser or "hermes", model_name=model_name
+            proxy_url,
+            base_url=base_url,
+            tool_parser=manager.tool_parser or "hermes",
+            model_name=model_name,
+            preserve_think_blocks=preserve_think_blocks,
         ) as proxied:
             yield proxied
         return

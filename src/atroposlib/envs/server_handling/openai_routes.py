@@ -29,14 +29,16 @@ def chat_completion_from(data: dict[str, Any]) -> ChatCompletion:
     """The ``ChatCompletion`` of a reply body; fields the type does not know are kept."""
     from openai.types.chat.chat_completion import ChatCompletion
 
-    return _parse(ChatCompletion, data)
+    reply: ChatCompletion = _parse(ChatCompletion, data)
+    return reply
 
 
 def completion_from(data: dict[str, Any]) -> Completion:
     """The ``Completion`` of a reply body."""
     from openai.types.completion import Completion
 
-    return _parse(Completion, data)
+    reply: Completion = _parse(Completion, data)
+    return reply
 
 
 def _parse(kind: Any, data: dict[str, Any]) -> Any:

@@ -151,7 +151,7 @@ class DeterministicServer(ServerHarness):
             prompt, ids = kwargs.get("prompt", args[0] if args else None), kwargs.get("input_ids")
             if prompt in self.tokens_and_logprobs_map:
                 return self.tokens_and_logprobs_map[prompt]
-            prompt_ids = list(ids) if ids is not None else self._encode(prompt)
+            prompt_ids = list(ids) if ids is not None else self._encode(str(prompt))
             self._note_versions(kwargs)
             outputs, reasons = [], []
             limit = kwargs.get("max_tokens") or kwargs.get("max_completion_tokens") or kwargs.get("max_new_tokens")

@@ -182,7 +182,7 @@ class ServerManager:
             self._capacity = Signal()
             for server in self.servers:
                 for source in (server.sem, server.eval_sem, getattr(server, "health_changed", None)):
-                    if hasattr(source, "subscribe"):
+                    if source is not None and hasattr(source, "subscribe"):
                         source.subscribe(self._capacity.notify_one)
         if not all(isinstance(server, APIServer) for server in self.servers):
             timeout_s = STAND_IN_POLL_S if timeout_s is None else min(timeout_s, STAND_IN_POLL_S)

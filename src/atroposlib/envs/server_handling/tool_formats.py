@@ -10,6 +10,7 @@ qwen3_coder   <tool_call><function=f><parameter=x>1</parameter></function></tool
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -234,10 +235,8 @@ def _arguments_object(call: CallText) -> dict[str, Any]:
 def _object(call: CallText, arguments_key: str) -> str:
     arguments = call.arguments
     if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError):  # what the model wrote is not JSON: keep its text
             arguments = json.loads(arguments)
-        except ValueError:
-            pass  # what the model wrote is not JSON: keep its text
     return json.dumps({"name": call.name, arguments_key: arguments}, ensure_ascii=False)
 
 

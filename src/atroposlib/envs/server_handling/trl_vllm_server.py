@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs.server_handling.api_server import APIServer, TokensAndLogprobs
 from atroposlib.envs.server_handling.http_pool import status_error
+from atroposlib.envs.server_handling.lazy_imports import LazyAttribute, LazyModule
 from atroposlib.envs.server_handling.openai_routes import chat_completion_from, completion_from
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ReasoningConfig
-from atroposlib.envs.server_handling.lazy_imports import LazyAttribute, LazyModule
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from atroposlib.envs.server_handling.api_server import TokensAndLogprobs
@@ -32,6 +33,18 @@ class TokenizerOwner(OpenAIRoutes):
     @tokenizer.setter
     def tokenizer(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+
+    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
+        """Exact ids of ``n`` continuations, also from servers that ignore ``n``."""
+        n = kwargs.get("n") or 1
+        if n == 1 or not self.config.n_kwarg_is_ignored:
+            return await super().tokens_and_logprobs_completion(**kwargs)
+        single = {key: value for key, value in kwargs.items() if key != "n"}
+        calls = (super(TokenizerOwner, self).tokens_and_logprobs_completion(**single) for _ in range(n))
+        replies = await asyncio.gather(*calls)
+        outputs = [ids for reply in replies for ids in reply[1]]
+        logprobs = [values for reply in replies for values in reply[2]]
+        return replies[0][0], outputs, logprobs, [reason for reply in replies for reason in reply[3]]
 
     def prompt_ids(self, fields: dict[str, Any]) -> list[int]:
         """Remove the prompt from ``fields`` and return its ids: ``input_ids`` as given, else ``prompt`` encoded."""
