@@ -77,7 +77,7 @@ class BackOff:
         if now - self._said >= 10.0:
             logger.warning("waiting for %s since %.0f s (%s); trying again", self.what, waited, problem)
             self._said = now
-        pause = self._next_s * random.uniform(0.7, 1.3)  # noqa: S311 (jitter, not a secret)
+        pause = self._next_s * random.uniform(0.7, 1.3)
         self._next_s = min(self.longest_s, self._next_s * 1.7)
         return pause
 

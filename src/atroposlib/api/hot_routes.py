@@ -42,6 +42,8 @@ Handler = Callable[[Scope, Receive, Send], Awaitable[int]]
 
 _BINARY = BINARY_TYPE.encode()
 _CHUNK = 256 * 1024
+HOT_PATHS = frozenset({"/scored_data", "/scored_data_list", "/batch", "/status", "/status-env"})
+_QUIET_PATHS = HOT_PATHS | {"/healthz", "/metrics", "/heartbeat"}  # called so often that a line per request is noise
 NOT_REGISTERED = "Trainer not registered: POST /register first"
 
 
@@ -55,13 +57,22 @@ _decode_env = msgspec.json.Decoder(_EnvIdentifier, strict=False).decode
 class HotRoutes:
     """Serves the hot routes and passes everything else on. Counts and logs every request."""
 
-    def __init__(self, app: ASGIApp, service: RolloutService, limits: BodyLimits, *, compress: bool | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        service: RolloutService,
+        limits: BodyLimits,
+        *,
+        compress: bool | None = None,
+        requests: dict[tuple[str, int], list[float]] | None = None,
+    ) -> None:
         self.app = app
         self.service = service
         self.limits = limits
         self.compress = compress
         """Compress replies for clients that accept it: True always, False never, None when they are on another machine."""
-        self.requests: dict[tuple[str, int], list[float]] = {}  # (path, status) -> [count, seconds]
+        self.requests = requests if requests is not None else {}
+        """(path, status) -> [count, seconds]; shared with `/metrics`."""
         self.routes: dict[tuple[str, str], Handler] = {
             ("POST", "/scored_data"): self.scored_data,
             ("POST", "/scored_data_list"): self.scored_data_list,
@@ -95,7 +106,7 @@ class HotRoutes:
         total = self.requests.setdefault((path, status), [0, 0.0])
         total[0] += 1
         total[1] += seconds
-        level = logging.WARNING if status >= 400 else logging.DEBUG if handler_is_hot(scope) else logging.INFO
+        level = logging.WARNING if status >= 400 else logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
         if logger.isEnabledFor(level):
             logger.log(level, "%s %s -> %d (%.1f ms)", scope["method"], scope["path"], status, seconds * 1e3)
 
@@ -251,11 +262,6 @@ class HotRoutes:
             raise HttpError(404, f"environment {env_id} is not known here; register it with POST /register-env")
         await send_json(send, store.env_status(env))
         return 200
-
-
-def handler_is_hot(scope: Scope) -> bool:
-    """Called so often that a line per request is noise."""
-    return scope["path"] in {"/scored_data", "/scored_data_list", "/batch", "/status", "/status-env", "/healthz", "/metrics", "/heartbeat"}
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -6,6 +6,7 @@ number, event and payload.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import struct
@@ -158,7 +159,7 @@ class Segments:
     def delete_dead(self, live: set[int], covered_lsn: int) -> None:
         """Delete segments that hold no needed group and only records up to `covered_lsn`."""
         numbers = self.numbers()
-        for number, following in zip(numbers, numbers[1:], strict=False):
+        for number, following in itertools.pairwise(numbers):
             if number not in live and following <= covered_lsn + 1 and number != self.number:
                 with self._readers_lock:
                     fd = self._readers.pop(number, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +23,20 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from atroposlib import __version__
 from atroposlib.api import binary
 from atroposlib.api.environments import MIN_ENV_WEIGHT
-from atroposlib.api.hot_routes import HotRoutes
+from atroposlib.api.hot_routes import HOT_PATHS, HotRoutes
 from atroposlib.api.journal import Durability, Journal
 from atroposlib.api.metrics_page import prometheus_text
-from atroposlib.api.middleware import BodyLimits, GZipRequestMiddleware, TokenMiddleware, is_loopback
+from atroposlib.api.middleware import (
+    ASGIApp,
+    BodyLimits,
+    GZipRequestMiddleware,
+    Receive,
+    Scope,
+    Send,
+    TokenMiddleware,
+    header,
+    is_loopback,
+)
 from atroposlib.api.observer import StoreObserver
 from atroposlib.api.schemas import (
     BINARY_TYPE,
@@ -59,6 +69,7 @@ __all__ = [
     "app",
     "build_app",
     "create_app",
+    "front_door",
 ]
 
 GIB = 2**30
@@ -111,16 +122,17 @@ def create_app(service: RolloutService | RolloutStore, settings: ServerSettings 
             await service.close()
 
     api = FastAPI(title="AtroposLib API", version=__version__, lifespan=lifespan, description=DESCRIPTION)
-    api.state.service = service
+    api.state.service, api.state.settings = service, settings
+    api.state.requests = {}  # (path, status) -> [count, seconds], for /metrics
     limits = BodyLimits(max_bytes=settings.max_body_bytes, max_decoded_bytes=4 * settings.max_body_bytes)
     _add_errors(api)
     _add_trainer_routes(api, service)
     _add_env_routes(api, service)
     _add_seen_routes(api, service)
     _document_hot_routes(api)
-    # The last one added is the outermost: token, then CORS, then the hot routes, then request bodies for the rest.
+    # The last one added is the outermost: CORS (a pre-flight carries no token), token, hot routes, request bodies for the rest.
     api.add_middleware(GZipRequestMiddleware, limits=limits)
-    api.add_middleware(_Shared(HotRoutes, api), service=service, limits=limits, compress=settings.compress)  # type: ignore[arg-type]
+    api.add_middleware(HotRoutes, service=service, limits=limits, compress=settings.compress, requests=api.state.requests)
     if settings.token:
         api.add_middleware(TokenMiddleware, token=settings.token)
     if settings.cors_origins:
@@ -128,15 +140,24 @@ def create_app(service: RolloutService | RolloutStore, settings: ServerSettings 
     return api
 
 
-class _Shared:
-    """A middleware class whose instance the application also keeps (`app.state.hot_routes`), for `/metrics`."""
+def front_door(api: FastAPI) -> ASGIApp:
+    """The same application, with the hot routes answered before the framework's own layers see them.
 
-    def __init__(self, kind: Callable[..., HotRoutes], api: FastAPI) -> None:
-        self.kind, self.api, self.__name__ = kind, api, "HotRoutes"
+    What `run-api` serves. Behaves as `api` does; a request that CORS has to look at takes the long way.
+    """
+    settings: ServerSettings = api.state.settings
+    service: RolloutService = api.state.service
+    limits = BodyLimits(max_bytes=settings.max_body_bytes, max_decoded_bytes=4 * settings.max_body_bytes)
+    hot = HotRoutes(api, service, limits, compress=settings.compress, requests=api.state.requests)
+    gate = TokenMiddleware(hot, settings.token) if settings.token else hot
 
-    def __call__(self, app: Any, **options: Any) -> HotRoutes:
-        self.api.state.hot_routes = self.kind(app, **options)
-        return self.api.state.hot_routes  # type: ignore[no-any-return]
+    async def enter(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] in HOT_PATHS and not header(scope, b"origin"):
+            await gate(scope, receive, send)
+        else:
+            await api(scope, receive, send)
+
+    return enter
 
 
 DESCRIPTION = f"""Environments post scored groups, the trainer takes batches.
@@ -282,8 +303,7 @@ def _add_seen_routes(api: FastAPI, service: RolloutService) -> None:
     @api.get("/metrics", tags=["seen"], response_class=PlainTextResponse)
     async def metrics() -> PlainTextResponse:
         """Counters and gauges for Prometheus."""
-        hot = getattr(api.state, "hot_routes", None)
-        text = prometheus_text(service, hot.requests if hot else {})
+        text = prometheus_text(service, api.state.requests)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 

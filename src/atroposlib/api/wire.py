@@ -81,7 +81,7 @@ class _FastGroup(msgspec.Struct):
     reward_components: dict[str, list[float]] | None = None
 
 
-class _NotFast(Exception):
+class _NotFastError(Exception):
     """The fast path cannot vouch for this body; the slow path decides and explains."""
 
 
@@ -104,7 +104,7 @@ def parse_json_groups(body: bytes, *, many: bool) -> list[WireGroup]:
     try:
         groups = _decode_many(body) if many else [_decode_one(body)]
         return [_fast(group) for group in groups]
-    except (msgspec.MsgspecError, _NotFast, UnicodeDecodeError, RecursionError):
+    except (msgspec.MsgspecError, _NotFastError, UnicodeDecodeError, RecursionError):
         return _slow(body, many=many)
 
 
@@ -165,21 +165,21 @@ def _number_lists(raws: Sequence[Raw], count: Any) -> tuple[bytes, list[int]]:
 
 
 def _count_ints(text: bytes) -> int:
-    """Integers in a JSON array that is known to be valid JSON; _NotFast when it may hold anything else."""
+    """Integers in a JSON array that is known to be valid JSON; _NotFastError when it may hold anything else."""
     if text[:1] != b"[" or b'"' in text or b"." in text:
-        raise _NotFast
+        raise _NotFastError
     inner = np.frombuffer(text, np.uint8)[1:-1]
     if inner.size == 0 or not text[1:17].strip():
         return _count_when_blank(text)
     if inner.max() > _NINE:
-        raise _NotFast
+        raise _NotFastError
     return int(np.count_nonzero(inner == _COMMA)) + 1
 
 
 def _count_floats(text: bytes) -> int:
-    """Finite numbers in a JSON array that is known to be valid JSON; _NotFast when it may hold anything else."""
+    """Finite numbers in a JSON array that is known to be valid JSON; _NotFastError when it may hold anything else."""
     if text[:1] != b"[" or any(char in text for char in (b'"', b"u", b"f", b"{")) or text.find(b"[", 1) > 0:
-        raise _NotFast
+        raise _NotFastError
     chars = np.frombuffer(text, np.uint8)
     if chars.size == 2 or not text[1:17].strip():
         return _count_when_blank(text)
@@ -201,7 +201,7 @@ def _may_overflow(text: bytes, chars: np.ndarray[Any, Any], commas: np.ndarray[A
 
 def _count_when_blank(text: bytes) -> int:
     if text[1:-1].strip():
-        raise _NotFast
+        raise _NotFastError
     return 0
 
 

@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-body-mb", type=float, default=512, help="largest request body (default: %(default)s)")
     p.add_argument("--env-timeout", type=float, default=60.0, help="seconds of silence after which an environment stops counting")
     p.add_argument("--cors-origin", action="append", default=[], metavar="URL", help="let pages from this origin call the server")
+    p.add_argument("--no-live-page", action="store_true", help="keep no run log and serve no page under /live")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     p.add_argument("--reload", action="store_true", help="accepted for old command lines; has no effect")
     return p
@@ -58,7 +59,8 @@ def serve(options: argparse.Namespace) -> int:
     """Run the server until it is told to stop."""
     import uvicorn
 
-    from atroposlib.api.server import ServerSettings, build_app
+    from atroposlib.api.server import ServerSettings, build_app, front_door
+    from atroposlib.frontend.live.attach import attach_live_page, open_run_log
 
     if options.reload:
         logger.warning("--reload has no effect: the server reloads nothing")
@@ -72,10 +74,17 @@ def serve(options: argparse.Namespace) -> int:
     )
     sock = _listen(options.host, options.port)
     host, port = sock.getsockname()[:2]
-    config = uvicorn.Config(build_app(settings), **uvicorn_options(options.log_level))
-    server = uvicorn.Server(config)
+    if options.no_live_page:
+        app = build_app(settings)
+    else:
+        run_log = open_run_log(settings.data_dir)
+        app = build_app(settings, observers=[run_log])
+        attach_live_page(app, run_log)
+    server = uvicorn.Server(uvicorn.Config(front_door(app), **uvicorn_options(options.log_level)))
     where = "in memory" if settings.data_dir is None else f"journal in {settings.data_dir.resolve()} ({settings.durability})"
     print(f"rollout server on http://{host}:{port} ({where})", flush=True)
+    if not options.no_live_page:
+        print(f"live page: http://{host}:{port}/live", flush=True)
     try:
         server.run(sockets=[sock])
     finally:
@@ -94,6 +103,7 @@ def uvicorn_options(log_level: str) -> dict[str, Any]:
         "log_config": None,
         "log_level": log_level,
         "server_header": False,
+        "proxy_headers": False,
         "timeout_keep_alive": 75,
         "timeout_graceful_shutdown": 10,
     }
