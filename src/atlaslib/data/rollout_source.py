@@ -104,7 +104,8 @@ class RolloutSource:
     def report(self, step: int, metrics: dict[str, float]) -> None:
         """Numbers for the live page; a page that does not answer never stops training."""
         try:
-            self._client.report("trainer", step, metrics)
+            trained_on = {} if self.last_seq is None else {"batch_seq": float(self.last_seq)}
+            self._client.report("trainer", step, {**metrics, **trained_on})
         except Exception as error:  # the page is a convenience: whatever went wrong, training goes on
             logger.debug("could not report metrics of step %d: %r", step, error)
 
@@ -135,10 +136,10 @@ class RolloutSource:
 
     def _convert(self, batch: Any, version: int) -> RolloutBatch:
         result = RolloutBatch(seq=batch.seq, samples=[], waited_s=0.0, num_groups=len(batch.groups))
-        for number, group in enumerate(batch.groups):
-            group.setdefault("group_id", f"batch{batch.seq}-{number}")
-            if group["group_id"] is None:
-                group["group_id"] = f"batch{batch.seq}-{number}"
+        names = list(getattr(batch, "group_ids", None) or [])
+        for number, given in enumerate(batch.groups):
+            name = given.get("group_id") or (names[number] if number < len(names) else f"batch{batch.seq}-{number}")
+            group = {**given, "group_id": name}
             try:
                 samples = self._to_samples(group)
             except ScoredGroupError as error:

@@ -1,0 +1,50 @@
+"""Training from the rollout server, with environments that sample from the live weights."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from atlaslib.trainers import GRPOTrainer
+from atroposlib.testing.api import serve_api
+
+
+def read_metrics(folder: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+class StopAtEnd(TrainerCallback):
+    """Ends the environment before the policy server goes away."""
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._environment.stopping.set()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_learns_from_environments(
+    seed: int, small_model: Any, make_config: Any, tiny_tokenizer: Any, letter_environment: Any
+) -> None:
+    with serve_api() as api:
+        config = make_config(
+            rollout_server_url=api.url, policy_server_port=0, max_steps=30, seed=seed, rollout_wait_timeout_s=60
+        )
+        trainer = GRPOTrainer(small_model(seed), args=config, processing_class=tiny_tokenizer)
+        environment = letter_environment(api.url, lambda: trainer.sampler_host.policy_server_url, tiny_tokenizer)
+        trainer.add_callback(StopAtEnd(environment))
+        trainer.train()
+    assert environment.error is None
+    metrics = read_metrics(config.output_dir)
+    assert [line["step"] for line in metrics] == list(range(1, 31))
+    first = statistics.fmean(line["reward"] for line in metrics[:3])
+    last = statistics.fmean(line["reward"] for line in metrics[-3:])
+    assert last - first > 0.3, (first, last)
+    assert max(line["rollout/staleness_max"] for line in metrics) <= config.staleness_bound
+    assert all(line["rollout/num_unversioned"] == 0 for line in metrics)
