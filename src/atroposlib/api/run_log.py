@@ -158,6 +158,14 @@ class RunLog:
             connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(values.items()))
         connection.close()
 
+    def known_keys(self, lowest: int) -> set[int]:
+        """Keys of the groups already logged, from ``lowest`` on."""
+        connection = read_run_log(self.path)
+        try:
+            return {row[0] for row in connection.execute("SELECT key FROM groups WHERE key >= ?", (lowest,))}
+        finally:
+            connection.close()
+
     def flush(self, timeout_s: float = 10.0) -> None:
         """Wait until everything told so far is in the file."""
         done = threading.Event()
