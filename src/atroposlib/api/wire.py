@@ -1,7 +1,7 @@
 """From a request body to a validated group in compact bytes, without building Python lists of tokens.
 
 `parse_json_groups` takes what any client posts. The fast path lets msgspec check that the text is JSON and slice it into one
-`Raw` per sequence, then looks at the bytes of each slice (numpy, memchr) to see that it holds only numbers, how many, and that
+`Raw` per field, then looks at the bytes of each (`number_rows`) to see that it holds only numbers, how many, and that
 none overflows. Anything the fast path does not like goes to the slow path: `json.loads` and the pydantic model, which accepts
 what lenient clients send (numbers as strings, extra fields) and otherwise says what is wrong, with the value and its place.
 
@@ -17,17 +17,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
 import pydantic
 from msgspec import Raw
 
+from atroposlib.api.number_rows import NotPlainError, row_lengths
 from atroposlib.api.schemas import EXTRA_FIELDS, GROUP_FIELDS, ScoredData
 from atroposlib.errors import AtroposError
 
 _NULL = Raw(b"null")
 _WHITESPACE = b" \t\r\n"
-_COMMA, _NINE = ord(","), ord("9")
-_BLOCK = 128  # a float needs more than two of these blocks of digits to overflow
 
 
 class WireError(AtroposError, ValueError):
@@ -62,14 +60,14 @@ class _Message(msgspec.Struct):
 
 
 class _FastGroup(msgspec.Struct):
-    tokens: list[Raw]
-    masks: list[Raw]
+    tokens: Raw
+    masks: Raw
     scores: list[float]
     advantages: Raw = _NULL
-    ref_logprobs: list[Raw] | None = None
+    ref_logprobs: Raw = _NULL
     messages: Raw = _NULL
     generation_params: Raw = _NULL
-    inference_logprobs: list[Raw] | None = None
+    inference_logprobs: Raw = _NULL
     overrides: Raw = _NULL
     group_overrides: Raw = _NULL
     images: Raw = _NULL
@@ -81,13 +79,8 @@ class _FastGroup(msgspec.Struct):
     reward_components: dict[str, list[float]] | None = None
 
 
-class _NotFastError(Exception):
-    """The fast path cannot vouch for this body; the slow path decides and explains."""
-
-
 _decode_one = msgspec.json.Decoder(_FastGroup).decode
 _decode_many = msgspec.json.Decoder(list[_FastGroup]).decode
-_decode_floats = msgspec.json.Decoder(list[float]).decode
 _CHECKED_PARTS: dict[str, Any] = {
     "advantages": msgspec.json.Decoder(list[list[float]] | None),
     "messages": msgspec.json.Decoder(list[list[_Message]] | None),
@@ -104,7 +97,7 @@ def parse_json_groups(body: bytes, *, many: bool) -> list[WireGroup]:
     try:
         groups = _decode_many(body) if many else [_decode_one(body)]
         return [_fast(group) for group in groups]
-    except (msgspec.MsgspecError, _NotFastError, UnicodeDecodeError, RecursionError):
+    except (msgspec.MsgspecError, NotPlainError, UnicodeDecodeError, RecursionError):
         return _slow(body, many=many)
 
 
@@ -116,14 +109,14 @@ def _fast(group: _FastGroup) -> WireGroup:
         raw = getattr(group, name)
         if raw is not _NULL:
             decoder.decode(raw)
-    tokens, lengths = _number_lists(group.tokens, _count_ints)
-    masks, mask_lengths = _number_lists(group.masks, _count_ints)
+    tokens, lengths = _numbers(group.tokens, floats=False)
+    masks, mask_lengths = _numbers(group.masks, floats=False)
     fields: dict[str, bytes | Raw] = {"tokens": tokens, "masks": masks, "scores": msgspec.json.encode(group.scores)}
     logprob_lengths: dict[str, list[int]] = {}
     for name in ("ref_logprobs", "inference_logprobs"):
-        raws = getattr(group, name)
-        if raws is not None:
-            fields[name], logprob_lengths[name] = _number_lists(raws, _count_floats)
+        raw = getattr(group, name)
+        if raw is not _NULL and bytes(raw) != b"null":
+            fields[name], logprob_lengths[name] = _numbers(raw, floats=True)
     check_lengths(lengths, mask_lengths, group.scores, logprob_lengths)
     check_extras(len(lengths), group.policy_versions, group.reward_components)
     if group.env_id is not None:
@@ -154,55 +147,12 @@ _KEY = {
 }
 
 
-def _number_lists(raws: Sequence[Raw], count: Any) -> tuple[bytes, list[int]]:
-    """The compact text of a list of number lists, and the length of each."""
-    texts = [bytes(raw) for raw in raws]
-    lengths = [count(text) for text in texts]
-    joined = b",".join(texts)
-    if b", " in joined[:64]:
-        joined = joined.translate(None, _WHITESPACE)
-    return b"[" + joined + b"]", lengths
-
-
-def _count_ints(text: bytes) -> int:
-    """Integers in a JSON array that is known to be valid JSON; _NotFastError when it may hold anything else."""
-    if text[:1] != b"[" or b'"' in text or b"." in text:
-        raise _NotFastError
-    inner = np.frombuffer(text, np.uint8)[1:-1]
-    if inner.size == 0 or not text[1:17].strip():
-        return _count_when_blank(text)
-    if inner.max() > _NINE:
-        raise _NotFastError
-    return int(np.count_nonzero(inner == _COMMA)) + 1
-
-
-def _count_floats(text: bytes) -> int:
-    """Finite numbers in a JSON array that is known to be valid JSON; _NotFastError when it may hold anything else."""
-    if text[:1] != b"[" or any(char in text for char in (b'"', b"u", b"f", b"{")) or text.find(b"[", 1) > 0:
-        raise _NotFastError
-    chars = np.frombuffer(text, np.uint8)
-    if chars.size == 2 or not text[1:17].strip():
-        return _count_when_blank(text)
-    commas = chars == _COMMA
-    if _may_overflow(text, chars, commas):
-        return len(_decode_floats(text))  # refuses a number that is out of range
-    return int(np.count_nonzero(commas)) + 1
-
-
-def _may_overflow(text: bytes, chars: np.ndarray[Any, Any], commas: np.ndarray[Any, Any]) -> bool:
-    """A number is infinite only with a positive exponent or with more than 300 digits."""
-    if b"e" in text or b"E" in text:
-        after = np.flatnonzero((chars | 32) == ord("e")) + 1
-        if (chars[after] != ord("-")).any():
-            return True
-    blocks = chars.size // _BLOCK
-    return blocks > 1 and not commas[: blocks * _BLOCK].reshape(blocks, _BLOCK).any(axis=1).all()
-
-
-def _count_when_blank(text: bytes) -> int:
-    if text[1:-1].strip():
-        raise _NotFastError
-    return 0
+def _numbers(raw: Raw, *, floats: bool) -> tuple[bytes, list[int]]:
+    """The compact text of a list of number lists, and the length of each; NotPlainError when it may hold anything else."""
+    text = bytes(raw)
+    if b" " in text[:64]:  # whichever is faster for segments of this length; white space that stays does no harm
+        text = text.replace(b" ", b"") if floats else text.translate(None, _WHITESPACE)
+    return text, row_lengths(text, floats=floats)
 
 
 # ---- checks both paths and the binary form share ------------------------------------------------------------------------
