@@ -346,7 +346,14 @@ def processes(plan: RunPlan) -> list[ProcessSpec]:
         for environment, names in zip(plan.environments, env_names(plan), strict=True)
         for name in names
     ]
-    return [server, trainer, *environments]
+    prepare = ProcessSpec(
+        name="prepare",
+        command=[python, "-m", "atlaslib.launch.trainer_process", str(plan.run_dir / "plan.json"), "--prepare"],
+        env=quiet,
+        needed_by_all=True,
+    )
+    needs_model = plan.model in {"tiny", "smollm2"} and not (plan.run_dir / "model" / "config.json").exists()
+    return [server, *([prepare] if needs_model else []), trainer, *environments]
 
 
 def describe(plan: RunPlan) -> str:

@@ -47,6 +47,8 @@ class ProcessSpec:
     ready_timeout_s: float = 120.0
     ends_run: bool = False
     """Exit code 0 of this process is the end of the run."""
+    needed_by_all: bool = False
+    """Prepares something: it ends with exit code 0 before the next process starts."""
     may_finish: bool = False
     """Exit code 0 means it has nothing more to do; else it is started again."""
     max_short_lives: int = 5
@@ -114,12 +116,21 @@ class Supervisor:
 
     # ---- starting ------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start every process in order; one with a `ready_url` must answer before the next starts."""
+    def start(self, *, tick: Callable[[], None] = lambda: None) -> None:
+        """Start every process in order; one with a `ready_url` must answer before the next starts, one that is
+        `needed_by_all` must have ended well."""
         for child in self.children.values():
             self._launch(child)
-            if child.spec.ready_url is not None:
-                self._wait_ready(child)
+            if child.spec.needed_by_all:
+                self._wait_done(child, tick)
+            elif child.spec.ready_url is not None:
+                self._wait_ready(child, tick)
+
+    def _wait_done(self, child: Child, tick: Callable[[], None]) -> None:
+        while not child.done:
+            self._check_child(child)
+            tick()
+            time.sleep(POLL_S)
 
     def _launch(self, child: Child) -> None:
         spec = child.spec
@@ -144,10 +155,11 @@ class Supervisor:
             else f"{spec.name} started again (start {child.starts})"
         )
 
-    def _wait_ready(self, child: Child) -> None:
+    def _wait_ready(self, child: Child, tick: Callable[[], None]) -> None:
         deadline = time.monotonic() + child.spec.ready_timeout_s
         while not answers(child.spec.ready_url or ""):
             self._check_child(child)
+            tick()
             if time.monotonic() > deadline:
                 raise RunFailedError(
                     f"{child.spec.name} was not ready within {child.spec.ready_timeout_s:g} s ({child.spec.ready_url} does not answer)\n{self.log_end(child)}"
@@ -197,9 +209,9 @@ class Supervisor:
             child.done = self.finished = True
             self.on_event(f"{spec.name} has finished")
             return
-        if code == 0 and spec.may_finish:
+        if code == 0 and (spec.may_finish or spec.needed_by_all):
             child.done = True
-            self.on_event(f"{spec.name} has nothing more to do")
+            self.on_event(f"{spec.name} done")
             return
         lived = time.monotonic() - child.started
         killed = code == -signal.SIGKILL

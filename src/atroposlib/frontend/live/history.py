@@ -133,6 +133,11 @@ class RunHistory:
                 return group
         return None
 
+    def archived_keys(self, *, newest: bool, limit: int) -> list[int]:
+        """Keys of groups whose content is kept, from one end of the run."""
+        order = "DESC" if newest else "ASC"
+        return [row["key"] for row in self._rows(f"SELECT key FROM archive ORDER BY key {order} LIMIT ?", limit)]
+
     def known_steps(self) -> tuple[int, int] | None:
         """First and last step that has a batch."""
         row = self._rows("SELECT min(step) AS low, max(step) AS high FROM steps")[0]
