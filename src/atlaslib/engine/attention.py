@@ -87,6 +87,8 @@ class StepContext:
     lengths: Tensor | None = None  # int [B], tokens to attend over (the new one included)
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # sliding window -> decode mask, made once a step
     attend: AttendFn | None = None  # set: another implementation of the whole thing (Triton, exact)
+    table_rows: Tensor | None = None  # int64 [B], CUDA decode: rows of the runner's block table, instead of `tables`
+    ragged: tuple[Tensor, Tensor, int, int, Tensor | None] | None = None  # CUDA prefill: see cuda_runner.ragged_layout
     recorded: dict[int, LayerShape] | None = None  # set: only note the shapes (start-up)
 
 

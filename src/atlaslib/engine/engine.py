@@ -24,15 +24,16 @@ import numpy as np
 
 from atlaslib.engine.block_manager import BlockManager
 from atlaslib.engine.config import EngineConfig, SamplingParams
-from atlaslib.engine.model_runner import ModelRunner, Prefilled
+from atlaslib.engine.model_runner import ModelRunner, StepResult
 from atlaslib.engine.output import Ending, Outputs, collect_scores, note_top_logprobs
-from atlaslib.engine.sampling import Sampled, mix_seed
+from atlaslib.engine.sampling import mix_seed
 from atlaslib.engine.scheduler import DecodePlan, PrefillPlan, Scheduler
 from atlaslib.engine.sequence import Completion, Request, Sequence, SlotTable, TokenCallback
 from atlaslib.engine.support import check_supported, eos_ids, model_length, probe
 from atlaslib.errors import EngineInputError
 
 logger = logging.getLogger(__name__)
+Launched = tuple[DecodePlan, StepResult]
 
 
 class Engine:
@@ -46,7 +47,7 @@ class Engine:
         self._lock = threading.RLock()
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[Request] = deque()
-        self._draining = False
+        self._claims = 0  # threads that wait for `exclusive`
         self._updating = False
         self._seeds = np.random.default_rng(self.config.seed) if self.config.seed is not None else None
         self.attach(model)
@@ -60,7 +61,8 @@ class Engine:
             self.model = model
             config = self.config
             wanted = min(config.max_model_len or model_length(model), model_length(model))
-            self.runner = ModelRunner(model, config, wanted)
+            self._in_flight: Launched | None = None
+            self.runner = make_runner(model, config, wanted)
             self.max_model_len = min(wanted, self.runner.num_blocks * config.block_size)
             self.blocks = BlockManager(self.runner.num_blocks, config.block_size)
             self.table = SlotTable(config.max_num_seqs, self.blocks.blocks_for(self.max_model_len), eos_ids(model, self.tokenizer))
@@ -71,7 +73,9 @@ class Engine:
                 max_prefill_tokens=config.max_prefill_tokens or (8192 if self.runner.device.type == "cuda" else 2048),
                 max_model_len=self.max_model_len,
                 prefix_cache=config.prefix_cache,
+                admit_share=self.runner.admit_share,
             )
+            self.runner.warm_up()
             if config.check_model:
                 probe(self)
                 self.blocks.forget_all()
@@ -156,23 +160,32 @@ class Engine:
         replies pause here and continue with the new weights. Either way no step runs inside the block.
         """
         if self.config.update_mode == "drain":
-            self._draining = True
-            while self.scheduler.running or self.scheduler.prefilling:
+            self.scheduler.hold_new = True
+            while self.scheduler.started:
                 self.step()
-        with self._lock:
+        with self.exclusive():
+            self._settle()
             self._updating = True
             try:
                 yield
             finally:
-                self._updating = self._draining = False
+                self._updating = self.scheduler.hold_new = False
                 self.version += 1
                 self._renew_cache()
+                self.runner.weights_changed()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """No step runs inside this block: for a trainer's forward and backward beside an EngineThread."""
-        with self._lock:
+        self._claims += 1  # a loop of steps would take the lock again before a waiting thread wakes up
+        try:
+            self._lock.acquire()
+        finally:
+            self._claims -= 1
+        try:
             yield
+        finally:
+            self._lock.release()
 
     def _renew_cache(self) -> None:
         """Old keys may not serve new prompts; running ones keep or recompute theirs."""
@@ -186,34 +199,56 @@ class Engine:
 
     def step(self) -> bool:
         """Schedule, run, sample, finish. False when there was nothing to do."""
+        while self._claims:
+            time.sleep(0.0002)
         with self._lock:
             self._take_messages()
+            if not self._may_run_ahead():
+                self._settle()
             plan = self.scheduler.schedule()
             if plan is None:
-                return False
-            with self.runner.prepared():
-                if isinstance(plan, PrefillPlan):
-                    self._finish_prefill(plan, self.runner.prefill(plan))
-                else:
-                    logits = self.runner.decode(plan, self.table)
-                    self._finish(plan, self._sample(plan, logits))
+                return self._settle()
+            launched = self._prefill(plan) if isinstance(plan, PrefillPlan) else self._decode(plan)
+            self._settle()  # the step before this one, while the device works on this one
+            self._in_flight = launched
+            if not self.runner.runs_ahead:
+                self._settle()
             return True
 
+    def _may_run_ahead(self) -> bool:
+        """The next plan does not depend on tokens that are still on their way."""
+        if self._in_flight is None:
+            return True
+        slots = self._in_flight[0].slots
+        unwatched = bool(self.table.plain[slots].all()) and not self.table.watched[slots].any()
+        return unwatched and not self.scheduler.hold_new and not self.scheduler.short_of_blocks
+
+    def _settle(self) -> bool:
+        """Wait for the step in flight and write its results down."""
+        if self._in_flight is None:
+            return False
+        (plan, result), self._in_flight = self._in_flight, None
+        self._finish(plan, result)
+        return True
+
     def _take_messages(self) -> None:
+        if self._cancelled:
+            self._settle()
         while self._cancelled:
             self._abort(self._cancelled.popleft())
-        while self._inbox and not self._draining:
+        while self._inbox:
             request = self._inbox.popleft()
             if not request.future.cancelled():
                 self.scheduler.add(request)
 
-    def _sample(self, plan: DecodePlan, logits: Any) -> Sampled:
+    def _decode(self, plan: DecodePlan) -> Launched:
         self.scheduler.launched(plan.slots)
-        return self.runner.sample(logits, plan.slots, plan.at, self.table)
+        return plan, self.runner.decode_step(plan, self.table)
 
-    def _finish_prefill(self, plan: PrefillPlan, result: Prefilled) -> None:
-        """Prompts that are read completely: fork into samples, which sample their first token from one row of logits."""
-        for scored in result.scored:
+    def _prefill(self, plan: PrefillPlan) -> Launched | None:
+        """Read prompts. Those read completely fork into samples, which draw their first token from one row of logits."""
+        read = self.runner.prefill(plan)
+        for scored in read.scored:
             collect_scores(scored)
         owners: list[Sequence] = []
         rows: list[int] = []
@@ -222,30 +257,33 @@ class Engine:
             if samples and chunk.seq.params.max_tokens == 0:
                 for seq in samples:
                     self._end(seq, 0, Ending("length", None))
-            else:
+            elif samples:
                 owners += samples
-                rows += [result.finished.index(chunk)] * len(samples) if samples else []
+                rows += [read.finished.index(chunk)] * len(samples)
         self.runner.copy_blocks(self.scheduler.block_copies)
         self.scheduler.block_copies.clear()
-        if owners:
-            slots = np.array([seq.slot for seq in owners], dtype=np.int64)
-            first = DecodePlan(slots, self.table.length[slots] - 1, self.table.generated[slots].copy())
-            self._finish(first, self._sample(first, result.logits[rows]))
+        if not owners:
+            return None
+        first = self.scheduler.plan_of(np.array([seq.slot for seq in owners], dtype=np.int64))
+        self.scheduler.launched(first.slots)
+        return first, self.runner.sample(read.logits[rows], first, self.table)
 
-    def _finish(self, plan: DecodePlan, sampled: Sampled) -> None:
+    def _finish(self, plan: DecodePlan, result: StepResult) -> None:
         """Write the results down; end, stream or keep each sample."""
-        columns = [sampled.tokens, sampled.logprobs, sampled.temperature_logprobs, sampled.raw_logprobs]
-        values = [column.cpu().numpy() for column in columns]
+        table = self.table
+        values = result.arrays()
+        alive = table.epoch[plan.slots] == plan.epochs
+        slots, at, values = plan.slots[alive], plan.at[alive], [column[alive] for column in values]
         tokens = values[0]
         self.num_tokens += len(tokens)
-        self.table.record(plan.slots, plan.at, values, self.version)
-        stopped, too_long = self.table.ended(plan.slots, plan.at, tokens)
-        for row in np.flatnonzero(self.table.watched[plan.slots] | stopped | too_long):
-            seq = self.table.sequences[plan.slots[row]]
+        table.record(slots, at, values, self.version)
+        stopped, too_long = table.ended(slots, at, tokens)
+        for row in np.flatnonzero(table.watched[slots] | stopped | too_long):
+            seq = table.sequences[slots[row]]
             assert seq is not None
-            count = int(plan.at[row]) + 1
-            if seq.params.logprobs and sampled.top_ids is not None and sampled.top_logprobs is not None:
-                note_top_logprobs(seq, sampled.top_ids[row], sampled.top_logprobs[row])
+            count = int(at[row]) + 1
+            if seq.params.logprobs and result.top_ids is not None and result.top_logprobs is not None:
+                note_top_logprobs(seq, result.top_ids[row], result.top_logprobs[row])
             ending = self.outputs.look(seq, count, Ending("stop", int(tokens[row])) if stopped[row] else None)
             if ending is None and too_long[row]:
                 ending = Ending("length", None)
@@ -283,3 +321,12 @@ class Engine:
             "prefix_lookups": self.blocks.lookups,
             "policy_version": self.version,
         }
+
+
+def make_runner(model: Any, config: EngineConfig, max_model_len: int) -> ModelRunner:
+    """The runner for the model's device."""
+    if next(model.parameters()).device.type == "cuda":
+        from atlaslib.engine.cuda_runner import CudaRunner
+
+        return CudaRunner(model, config, max_model_len)
+    return ModelRunner(model, config, max_model_len)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from atlaslib.engine import attention, memory
 from atlaslib.engine.attention import KVCache, LayerShape, Span, StepContext
 from atlaslib.engine.config import EngineConfig
 from atlaslib.engine.output import ScoredRows
-from atlaslib.engine.sampling import RowParams, Sampled, sample, token_logprobs
+from atlaslib.engine.sampling import RowParams, sample, token_logprobs
 from atlaslib.engine.scheduler import Chunk, DecodePlan, PrefillPlan
 from atlaslib.engine.sequence import SlotTable
 
@@ -36,6 +36,15 @@ class Prefilled:
     logits: Tensor  # [len(finished), V]
     finished: list[Chunk]
     scored: list[ScoredRows]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step sampled; `arrays()` waits for it: token ids, log-probs, temperature log-probs, raw log-probs, [B] each."""
+
+    arrays: Callable[[], list[np.ndarray[Any, Any]]]
+    top_ids: Tensor | None = None  # [B, k]
+    top_logprobs: Tensor | None = None
 
 
 @contextmanager
@@ -61,6 +70,9 @@ def cpu_settings(device: torch.device, threads: int | None) -> Iterator[None]:
 
 class ModelRunner:
     """Runs the module; keeps the cache."""
+
+    runs_ahead = False  # the next step may be launched before this one's tokens are known on the host
+    admit_share = 0  # see Scheduler.admit_at
 
     def __init__(self, model: Any, config: EngineConfig, max_model_len: int) -> None:
         self.model, self.config = model, config
@@ -151,9 +163,9 @@ class ModelRunner:
                 keep.append(row + count - 1)
         context = StepContext(cache=self.cache, slots=torch.from_numpy(np.concatenate(slots)).to(self.device), spans=spans)
         self.customise(context)
-        kept = torch.tensor(keep, dtype=torch.int64, device=self.device)
-        logits = self.forward(self._to_device(ids), self._to_device(positions), context, kept)
-        return self._split(plan, logits)
+        with self.prepared():
+            logits = self.forward(self._to_device(ids), self._to_device(positions), context, self._to_device(keep))
+            return self._split(plan, logits)
 
     def _split(self, plan: PrefillPlan, logits: Tensor) -> Prefilled:
         """Kept rows back to their chunks: prompt log-probs, and the last row of each finished prompt."""
@@ -183,8 +195,12 @@ class ModelRunner:
         values, ids = torch.log_softmax(logits.float(), dim=-1).topk(min(tops, logits.shape[1]), dim=-1)
         return ScoredRows(request, chunk.start + 1, logprobs, ids, values)
 
-    def decode(self, plan: DecodePlan, table: SlotTable) -> Tensor:
-        """Logits [B, V] for one more token of every slot of the plan."""
+    def decode_step(self, plan: DecodePlan, table: SlotTable) -> StepResult:
+        """Launch one more token for every slot of the plan."""
+        with self.prepared():
+            return self.sample(self._decode(plan, table), plan, table)
+
+    def _decode(self, plan: DecodePlan, table: SlotTable) -> Tensor:
         size = self.config.block_size
         width = int(plan.positions.max()) // size + 1
         tables = table.block_tables[plan.slots, :width]
@@ -202,13 +218,23 @@ class ModelRunner:
     def customise(self, context: StepContext) -> None:
         """Another attention implementation, where there is one."""
 
+    def warm_up(self) -> None:
+        """Whatever should not be paid by the first request."""
+
+    def weights_changed(self) -> None:
+        """Called after every update of the weights."""
+
     # sampling
 
-    def sample(self, logits: Tensor, slots: np.ndarray[Any, Any], at: np.ndarray[Any, Any], table: SlotTable) -> Sampled:
+    def sample(self, logits: Tensor, plan: DecodePlan, table: SlotTable) -> StepResult:
         """Choose a token per row and remember it as the slot's last token."""
-        sampled = sample(logits, self.row_params(slots, at, table))
-        self.last_tokens[torch.from_numpy(slots).to(self.device)] = sampled.tokens
-        return sampled
+        return self.sample_general(logits, plan, table)
+
+    def sample_general(self, logits: Tensor, plan: DecodePlan, table: SlotTable) -> StepResult:
+        sampled = sample(logits, self.row_params(plan.slots, plan.at, table))
+        self.last_tokens[torch.from_numpy(plan.slots).to(self.device)] = sampled.tokens
+        columns = (sampled.tokens, sampled.logprobs, sampled.temperature_logprobs, sampled.raw_logprobs)
+        return StepResult(lambda: [c.cpu().numpy() for c in columns], sampled.top_ids, sampled.top_logprobs)
 
     def row_params(self, slots: np.ndarray[Any, Any], at: np.ndarray[Any, Any], table: SlotTable) -> RowParams:
         temperature = table.temperature[slots]

@@ -9,7 +9,7 @@ is copied. When the cache is full, the youngest sample gives its blocks back and
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,9 +38,12 @@ class PrefillPlan:
 
 @dataclass(slots=True)
 class DecodePlan:
+    """One more token for each of these slots. Results are dropped for slots that have been given away since."""
+
     slots: np.ndarray[Any, Any]  # int64 [B]
     positions: np.ndarray[Any, Any]  # int64 [B], of the token that goes in
-    at: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # reply index of the result
+    at: np.ndarray[Any, Any]  # int64 [B], reply index of the token that comes out
+    epochs: np.ndarray[Any, Any]  # int64 [B], see SlotTable.epoch
 
 
 Plan = PrefillPlan | DecodePlan
@@ -49,14 +52,16 @@ Plan = PrefillPlan | DecodePlan
 class Scheduler:
     """Queues, block ownership, and the next plan."""
 
-    def __init__(self, blocks: BlockManager, table: SlotTable, *, max_prefill_tokens: int, max_model_len: int, prefix_cache: bool) -> None:
+    def __init__(self, blocks: BlockManager, table: SlotTable, *, max_prefill_tokens: int, max_model_len: int, prefix_cache: bool, admit_share: int = 0) -> None:
         self.blocks, self.table = blocks, table
         self.max_prefill_tokens, self.max_model_len, self.prefix_cache = max_prefill_tokens, max_model_len, prefix_cache
+        self.admit_at = table.num_slots // admit_share if admit_share else 1  # free slots worth a prefill step
         self.waiting: deque[Sequence] = deque()  # the first sample of a request stands for all of them
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []  # decoding, oldest first
         self.block_copies: list[tuple[int, int]] = []  # (from, to), done by the runner before the next step
         self.num_preemptions = 0
+        self.hold_new = False  # drain: only samples that have started may continue
         self._decoded_last = True
         self._slots: np.ndarray[Any, Any] | None = None  # slots of `running`, rebuilt when membership changes
 
@@ -68,9 +73,10 @@ class Scheduler:
         return bool(self.waiting or self.prefilling or self.running)
 
     @property
-    def stable(self) -> bool:
-        """The next plan can only be: decode the same running samples again."""
-        return not self.prefilling and not (self.waiting and self.table.free) and bool(self.running)
+    def started(self) -> bool:
+        """Some sample has begun and not ended."""
+        preempted = bool(self.waiting) and self.waiting[0].saved is not None
+        return bool(self.running or self.prefilling) or preempted
 
     def schedule(self) -> Plan | None:
         """The next step, or None when there is nothing to do."""
@@ -92,7 +98,10 @@ class Scheduler:
         for seq in self.prefilling:
             if budget > 0:
                 budget -= self._add_chunk(chunks, seq, budget)
-        while self.waiting and budget > 0 and self._admit(self.waiting[0]):
+        worth_it = len(self.table.free) >= min(self.admit_at, len(self.waiting))
+        while worth_it and self.waiting and budget > 0:
+            if (self.hold_new and self.waiting[0].saved is None) or not self._admit(self.waiting[0]):
+                break
             seq = self.waiting.popleft()
             self.prefilling.append(seq)
             budget -= self._add_chunk(chunks, seq, budget)
@@ -126,7 +135,7 @@ class Scheduler:
     def _place(self, seq: Sequence) -> None:
         prompt = len(seq.request.prompt_ids)
         self.table.place(seq, min(seq.params.max_tokens, self.max_model_len - prompt))
-        self.table.block_tables[seq.slot, : len(seq.blocks)] = seq.blocks
+        self.table.set_blocks(seq.slot, 0, seq.blocks)
 
     def prefilled(self, chunk: Chunk) -> list[Sequence]:
         """A chunk has been run. When it was the last: the samples that now sample from its logits."""
@@ -178,18 +187,19 @@ class Scheduler:
         """One token of every running sample; preempts the youngest while blocks are missing."""
         self._decoded_last = True
         self._give_blocks()
-        if not self.running:
-            return None
         if self._slots is None:
             self._slots = np.array([seq.slot for seq in self.running], dtype=np.int64)
-        slots = self._slots
-        return DecodePlan(slots, self.table.length[slots] - 1, self.table.generated[slots].copy())
+        slots = self._slots[self.table.generated[self._slots] < self.table.max_new[self._slots]]
+        return self.plan_of(slots) if len(slots) else None
 
-    def blocks_short(self) -> int:
-        """Blocks the next decode step needs and the free list lacks."""
-        slots = [seq.slot for seq in self.running] if self._slots is None else self._slots
-        needed = int(((self.table.length[slots] - 1) % self.blocks.block_size == 0).sum())
-        return max(0, needed - self.blocks.num_free)
+    def plan_of(self, slots: np.ndarray[Any, Any]) -> DecodePlan:
+        table = self.table
+        return DecodePlan(slots, table.length[slots] - 1, table.generated[slots].copy(), table.epoch[slots].copy())
+
+    @property
+    def short_of_blocks(self) -> bool:
+        """The next decode step may have to preempt."""
+        return self.blocks.num_free < len(self.running)
 
     def _give_blocks(self) -> None:
         size = self.blocks.block_size
@@ -199,8 +209,8 @@ class Scheduler:
         else:
             due = list(self.running)
         for seq in due:
-            if seq.slot < 0:
-                continue  # preempted for an older one
+            if seq.slot < 0 or self.table.generated[seq.slot] >= self.table.max_new[seq.slot]:
+                continue  # preempted for an older one, or its last token is on the way
             position = int(length[seq.slot]) - 1
             if position // size < len(seq.blocks):
                 continue
@@ -208,7 +218,7 @@ class Scheduler:
                 self.preempt(self.running[-1])
             if seq.slot >= 0:
                 seq.blocks.append(self.blocks.allocate())
-                self.table.block_tables[seq.slot, len(seq.blocks) - 1] = seq.blocks[-1]
+                self.table.set_blocks(seq.slot, len(seq.blocks) - 1, seq.blocks[-1:])
 
     def launched(self, slots: np.ndarray[Any, Any]) -> None:
         """One more token of these slots is on its way."""

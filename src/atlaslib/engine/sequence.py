@@ -119,6 +119,8 @@ class SlotTable:
         self.seed = np.zeros(num_slots, dtype=np.int64)
         self.plain = np.ones(num_slots, dtype=bool)
         self.watched = np.zeros(num_slots, dtype=bool)
+        self.epoch = np.zeros(num_slots, dtype=np.int64)  # how often the slot was given away
+        self.changed: list[tuple[int, int, int]] = []  # (slot, start, end) of block_tables, for a copy elsewhere
         self._capacity = _FIRST_CAPACITY
         self.out: list[np.ndarray[Any, Any]] = [
             np.zeros((num_slots, self._capacity), dtype=kind)
@@ -151,8 +153,13 @@ class SlotTable:
     def remove(self, seq: Sequence) -> None:
         slot = seq.slot
         self.sequences[slot] = None
+        self.epoch[slot] += 1
         self.free.append(slot)
         seq.slot = -1
+
+    def set_blocks(self, slot: int, start: int, blocks: list[int]) -> None:
+        self.block_tables[slot, start : start + len(blocks)] = blocks
+        self.changed.append((slot, start, start + len(blocks)))
 
     def save(self, seq: Sequence) -> None:
         """Keep the reply so far with the sequence, before it loses its slot."""

@@ -1,0 +1,232 @@
+"""The CUDA runner: Triton attention, captured graphs for decode, sampling on the device, one small copy back per step.
+
+A decode step is: one copy of `info` to the device, one graph replay (gather last tokens, forward, sample, remember the
+tokens), one copy of [3, B] numbers back. The copy back is waited for only after the next step has been launched.
+
+`info` is int64 [B, 8]: slot, position, cache slot, length, counter, seed, bits of the temperature, unused.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlaslib.engine import attention, kernels
+from atlaslib.engine.attention import StepContext
+from atlaslib.engine.config import EngineConfig
+from atlaslib.engine.fused import FusedModules
+from atlaslib.engine.model_runner import ModelRunner, StepResult
+from atlaslib.engine.scheduler import DecodePlan
+from atlaslib.engine.sequence import SlotTable
+
+logger = logging.getLogger(__name__)
+INFO_WIDTH = 8
+_RING = 4
+
+
+class CudaRunner(ModelRunner):
+    """ModelRunner with kernels and graphs."""
+
+    runs_ahead = True
+    admit_share = 8  # a prefill step costs launches: wait for an eighth of the slots before reading queued prompts
+
+    def __init__(self, model: Any, config: EngineConfig, max_model_len: int) -> None:
+        self.fused = FusedModules(model) if config.fused_kernels else None
+        super().__init__(model, config, max_model_len)
+        slots, width = config.max_num_seqs, -(-max_model_len // config.block_size)
+        self.last_tokens = torch.zeros(slots + 1, dtype=torch.int64, device=self.device)  # the last row takes padding
+        self.tables = torch.zeros(slots + 1, width, dtype=torch.int32, device=self.device)
+        self.info = torch.zeros(slots, INFO_WIDTH, dtype=torch.int64, device=self.device)
+        self.out = torch.zeros(3, slots, dtype=torch.int32, device=self.device)
+        self._info_ring = [torch.zeros(slots, INFO_WIDTH, dtype=torch.int64).pin_memory() for _ in range(_RING)]
+        self._out_ring = [torch.zeros(3, slots, dtype=torch.int32).pin_memory() for _ in range(_RING)]
+        self._turn = 0
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._weights: tuple[int, ...] = ()
+        self.buckets = batch_buckets(slots)
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        with super().prepared():
+            if self.fused is None:
+                yield
+            else:
+                with self.fused.active():
+                    yield
+
+    # attention
+
+    def customise(self, context: StepContext) -> None:
+        context.attend = self._attend
+        if context.spans:
+            context.ragged = ragged_layout(context, self.device)
+
+    def _attend(
+        self, context: StepContext, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        keys, values = context.cache.keys[layer], context.cache.values[layer]
+        kernels.write_kv(keys, values, context.slots, key, value)
+        if context.table_rows is not None and context.lengths is not None:
+            return kernels.paged_decode(
+                query, keys, values, self.tables, context.table_rows, context.lengths, scale, window, softcap
+            )
+        if softcap is not None or query.dtype == torch.float32 or query.shape[2] > 256 or query.shape[2] != value.shape[2]:
+            return attention.attend_torch(context, layer, query, key, value, scale, window, softcap)
+        return _ragged_flash(context, layer, query, key, value, scale, window)
+
+    # graphs
+
+    def warm_up(self) -> None:
+        """Capture one graph per batch size; decode replays them until the weights move."""
+        if not self.config.cuda_graphs:
+            return
+        start = time.perf_counter()
+        self._graphs.clear()
+        self._weights = self._weight_addresses()
+        self.info.zero_()
+        self.info[:, 0] = self.config.max_num_seqs
+        self.info[:, 2] = -1
+        pool = None
+        with self.prepared():
+            for size in reversed(self.buckets):
+                self._decode_graph_body(size)
+                torch.cuda.synchronize(self.device)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    logits = self._decode_graph_body(size)
+                pool = pool or graph.pool()
+                self._graphs[size] = (graph, logits)
+        torch.cuda.synchronize(self.device)
+        logger.info("captured %d decode graphs in %.1f s", len(self._graphs), time.perf_counter() - start)
+
+    def _decode_graph_body(self, size: int) -> Tensor:
+        info = self.info[:size]
+        context = StepContext(
+            cache=self.cache, slots=info[:, 2].contiguous(), table_rows=info[:, 0], lengths=info[:, 3], attend=self._attend
+        )
+        ids = self.last_tokens[info[:, 0]]
+        logits = self.forward(ids, info[:, 1].contiguous(), context, None)
+        kernels.sample_rows(logits, info, self.out, self.last_tokens)
+        return logits
+
+    def weights_changed(self) -> None:
+        """After an update: graphs hold addresses, so capture again when parameters moved."""
+        if self._graphs and self._weight_addresses() != self._weights:
+            logger.warning("parameters moved to new storage; capturing the decode graphs again")
+            self.warm_up()
+
+    def _weight_addresses(self) -> tuple[int, ...]:
+        return tuple(parameter.data_ptr() for parameter in self.model.parameters())
+
+    # steps
+
+    def decode_step(self, plan: DecodePlan, table: SlotTable) -> StepResult:
+        self._update_tables(table)
+        batch = len(plan.slots)
+        size = next((bucket for bucket in self.buckets if bucket >= batch), batch)
+        self._send_info(plan, table, size)
+        if size in self._graphs:
+            graph, logits = self._graphs[size]
+            graph.replay()
+        else:
+            with self.prepared():
+                logits = self._decode_graph_body(size)
+        if table.plain[plan.slots].all():
+            return self._fetch(batch)
+        return self.sample_general(logits[:batch], plan, table)
+
+    def sample(self, logits: Tensor, plan: DecodePlan, table: SlotTable) -> StepResult:
+        if not table.plain[plan.slots].all():
+            return self.sample_general(logits, plan, table)
+        self._send_info(plan, table, len(plan.slots))
+        kernels.sample_rows(logits, self.info[: len(plan.slots)], self.out, self.last_tokens)
+        return self._fetch(len(plan.slots))
+
+    def _send_info(self, plan: DecodePlan, table: SlotTable, size: int) -> None:
+        """One pinned copy with everything the step needs to know about its rows; rows beyond the batch do nothing."""
+        self._turn = (self._turn + 1) % _RING
+        pinned = self._info_ring[self._turn]
+        info = pinned.numpy()[:size]
+        batch, block = len(plan.slots), self.config.block_size
+        info[:batch, 0] = plan.slots
+        info[:batch, 1] = plan.positions
+        info[:batch, 2] = table.block_tables[plan.slots, plan.positions // block].astype(np.int64) * block + plan.positions % block
+        info[:batch, 3] = plan.positions + 1
+        info[:batch, 4] = plan.at
+        info[:batch, 5] = table.seed[plan.slots]
+        info[:batch, 6] = table.temperature[plan.slots].view(np.int32)
+        info[batch:] = (self.config.max_num_seqs, 0, -1, 0, 0, 0, 0, 0)
+        self.info[:size].copy_(pinned[:size], non_blocking=True)
+
+    def _update_tables(self, table: SlotTable) -> None:
+        """Send block-table entries that changed since the last step."""
+        if not table.changed:
+            return
+        width = self.tables.shape[1]
+        spans = [(slot, start, end) for slot, start, end in table.changed if end > start]
+        table.changed.clear()
+        if not spans:
+            return
+        index = np.concatenate([np.arange(slot * width + start, slot * width + end) for slot, start, end in spans])
+        values = np.concatenate([table.block_tables[slot, start:end] for slot, start, end in spans])
+        both = torch.from_numpy(np.stack([index, values.astype(np.int64)])).pin_memory().to(self.device, non_blocking=True)
+        self.tables.view(-1).index_copy_(0, both[0], both[1].int())
+
+    def _fetch(self, batch: int) -> StepResult:
+        pinned = self._out_ring[self._turn]
+        pinned.copy_(self.out, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+
+        def arrays() -> list[np.ndarray[Any, Any]]:
+            event.synchronize()
+            bits = pinned.numpy()[:, :batch].copy()
+            logprobs, raw = bits[1].view(np.float32), bits[2].view(np.float32)
+            return [bits[0].astype(np.int64), logprobs, logprobs, raw]
+
+        return StepResult(arrays)
+
+
+def batch_buckets(largest: int) -> list[int]:
+    """1, 2, 4, 8, 16, then steps of 16 to 128, 32 to 256 and 128 beyond; the largest is `largest` itself."""
+    sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(384, max(largest, 256) + 1, 128)]
+    return [size for size in sizes if size < largest] + [largest]
+
+
+def ragged_layout(context: StepContext, device: torch.device) -> tuple[Tensor, Tensor, int, int, Tensor | None]:
+    """Offsets of queries and keys of every span for the ragged flash kernel, and where cached keys lie (None: all new)."""
+    counts = np.array([span.count for span in context.spans])
+    totals = np.array([span.start + span.count for span in context.spans])
+    offsets = [torch.from_numpy(np.concatenate([[0], np.cumsum(x)]).astype(np.int32)).to(device) for x in (counts, totals)]
+    places: Tensor | None = None
+    if (counts != totals).any():
+        size = context.cache.block_size
+        flat = [(span.blocks[:, None] * size + torch.arange(size, device=device)).view(-1)[: span.start + span.count] for span in context.spans]
+        places = torch.cat(flat)
+    return offsets[0], offsets[1], int(counts.max()), int(totals.max()), places
+
+
+def _ragged_flash(
+    context: StepContext, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Causal attention of all spans in one kernel; each span's last query sees its last key."""
+    assert context.ragged is not None
+    q_offsets, k_offsets, longest_q, longest_k, places = context.ragged
+    query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    if places is not None:
+        keys, values = context.cache.keys[layer], context.cache.values[layer]
+        key = keys.view(-1, *keys.shape[2:])[places]
+        value = values.view(-1, *values.shape[2:])[places]
+    out = torch.ops.aten._flash_attention_forward(
+        query, key, value, q_offsets, k_offsets, longest_q, longest_k, 0.0, True, False, scale=scale,
+        window_size_left=-1 if window is None else window - 1, window_size_right=0,
+    )[0]  # fmt: skip
+    result: Tensor = out
+    return result

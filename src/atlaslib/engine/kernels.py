@@ -1,0 +1,270 @@
+# ruff: noqa: N803, E501
+"""Triton kernels of the CUDA path: cache write, paged decode attention, norm, rotary, gated activation, sampling.
+
+The element-wise kernels round where the modules of transformers round, so that sampling and training see the same
+numbers. This module is imported on CUDA only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SAMPLE_CHUNK = 4096
+
+
+@triton.jit
+def _write_kv(KEY, VALUE, KEYS, VALUES, SLOTS, k_head, k_row, v_head, v_row, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    slot = tl.load(SLOTS + row)
+    if slot < 0:
+        return
+    place = tl.arange(0, WIDTH)
+    key = tl.load(KEY + row * k_row + (place // DK) * k_head + place % DK, mask=place < HEADS * DK)
+    tl.store(KEYS + slot * (HEADS * DK) + place, key, mask=place < HEADS * DK)
+    value = tl.load(VALUE + row * v_row + (place // DV) * v_head + place % DV, mask=place < HEADS * DV)
+    tl.store(VALUES + slot * (HEADS * DV) + place, value, mask=place < HEADS * DV)
+
+
+def write_kv(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    """[kv_heads, T, dim] into the cache at flat slots [T] (int64; negative: skip)."""
+    heads, rows, dk = key.shape
+    dv = value.shape[2]
+    width = triton.next_power_of_2(heads * max(dk, dv))
+    _write_kv[(rows,)](
+        key, value, keys, values, slots, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        HEADS=heads, DK=dk, DV=dv, WIDTH=width, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _paged_decode(QUERY, KEYS, VALUES, OUT, TABLES, SLOTS, LENGTHS, scale, softcap, q_head, q_row, table_width, info_step,  # type: ignore[no-untyped-def]
+                  KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
+                  DV: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+                  SOFTCAP: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    length = tl.load(LENGTHS + row * info_step)
+    table = TABLES + tl.load(SLOTS + row * info_step) * table_width
+    g = tl.arange(0, ROWS)
+    dk = tl.arange(0, DKP)
+    dv = tl.arange(0, DVP)
+    q_at = (head * GROUP + g)[:, None] * q_head + row * q_row + dk[None, :]
+    query = tl.load(QUERY + q_at, mask=(g < GROUP)[:, None] & (dk < DK)[None, :], other=0.0)
+    peak = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DVP], tl.float32)
+    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    for start in range((first // TILE) * TILE, length, TILE):
+        n = start + tl.arange(0, TILE)
+        valid = (n < length) & (n >= first)
+        block = tl.load(table + n // BLOCK, mask=valid, other=0).to(tl.int64)
+        at = (block * BLOCK + n % BLOCK) * KV_HEADS + head
+        key = tl.load(KEYS + at[:, None] * DK + dk[None, :], mask=valid[:, None] & (dk < DK)[None, :], other=0.0)
+        value = tl.load(VALUES + at[:, None] * DV + dv[None, :], mask=valid[:, None] & (dv < DV)[None, :], other=0.0)
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee" if EXACT else "tf32") * scale
+        if SOFTCAP:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+        scores = tl.where(valid[None, :], scores, -1e30)
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.where(valid[None, :], tl.exp(scores - higher[:, None]), 0.0)
+        shrink = tl.exp(peak - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee" if EXACT else "tf32")
+        peak = higher
+    result = acc / tl.maximum(total, 1e-30)[:, None]
+    out_at = (row * KV_HEADS + head) * GROUP * DV + g[:, None] * DV + dv[None, :]
+    tl.store(OUT + out_at, result.to(OUT.dtype.element_ty), mask=(g < GROUP)[:, None] & (dv < DV)[None, :])
+
+
+def paged_decode(
+    query: Tensor,  # [heads, B, dim]
+    keys: Tensor,  # [blocks, block_size, kv_heads, dim]
+    values: Tensor,
+    tables: Tensor,  # int32 [slots, width]
+    slots: Tensor,  # int64 [B], row of `tables`
+    lengths: Tensor,  # int64 [B], same stride as `slots`
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """One query per row over that row's blocks; [B, heads, value_dim]."""
+    heads, batch, dk = query.shape
+    _, block, kv_heads, dv = values.shape
+    group = heads // kv_heads
+    out = torch.empty(batch, heads, dv, dtype=query.dtype, device=query.device)
+    _paged_decode[(batch, kv_heads)](
+        query, keys, values, out, tables, slots, lengths, scale, softcap or 0.0,
+        query.stride(0), query.stride(1), tables.stride(0), slots.stride(0),
+        KV_HEADS=kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DK=dk, DKP=triton.next_power_of_2(dk),
+        DV=dv, DVP=triton.next_power_of_2(dv), BLOCK=block, TILE=64 if dk <= 128 else 32, WINDOW=window or 0,
+        SOFTCAP=softcap is not None, EXACT=query.dtype == torch.float32, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _rms_norm(X, WEIGHT, OUT, eps, row_step, WIDTH: tl.constexpr, PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    place = tl.arange(0, PAD)
+    x = tl.load(X + row * row_step + place, mask=place < WIDTH, other=0.0)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    weight = tl.load(WEIGHT + place, mask=place < WIDTH, other=0.0)
+    normed = (wide * scale).to(x.dtype)
+    tl.store(OUT + row * WIDTH + place, (weight * normed).to(OUT.dtype.element_ty), mask=place < WIDTH)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * (x / rms(x)), rounded to x's type before the weight, as Llama-like norms do."""
+    width = x.shape[-1]
+    flat = x.reshape(-1, width)
+    out = torch.empty(flat.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
+    pad = triton.next_power_of_2(width)
+    _rms_norm[(flat.shape[0],)](flat, weight, out, eps, flat.stride(0), WIDTH=width, PAD=pad, num_warps=1 if pad <= 256 else 4)
+    return out.view(x.shape)
+
+
+@triton.jit
+def _rope(Q, K, COS, SIN, QO, KO, q_head, q_row, k_head, k_row, QH: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    h = tl.arange(0, HEADS)[:, None]
+    d = tl.arange(0, PAD)[None, :]
+    inside = d < HALF
+    at = row * 2 * HALF + d
+    cos_1 = tl.load(COS + at, mask=inside, other=0.0)
+    cos_2 = tl.load(COS + at + HALF, mask=inside, other=0.0)
+    sin_1 = tl.load(SIN + at, mask=inside, other=0.0)
+    sin_2 = tl.load(SIN + at + HALF, mask=inside, other=0.0)
+    is_q = h < QH
+    is_k = (h >= QH) & (h < QH + KH)
+    q_at = h * q_head + row * q_row + d
+    k_at = (h - QH) * k_head + row * k_row + d
+    x1 = tl.where(is_q, tl.load(Q + q_at, mask=is_q & inside, other=0.0), tl.load(K + k_at, mask=is_k & inside, other=0.0))
+    x2 = tl.where(is_q, tl.load(Q + q_at + HALF, mask=is_q & inside, other=0.0), tl.load(K + k_at + HALF, mask=is_k & inside, other=0.0))
+    kind = x1.dtype
+    y1 = (x1 * cos_1).to(kind).to(tl.float32) + ((-x2) * sin_1).to(kind).to(tl.float32)
+    y2 = (x2 * cos_2).to(kind).to(tl.float32) + (x1 * sin_2).to(kind).to(tl.float32)
+    q_out = (row * QH + h) * 2 * HALF + d
+    k_out = (row * KH + h - QH) * 2 * HALF + d
+    tl.store(QO + q_out, y1.to(kind), mask=is_q & inside)
+    tl.store(QO + q_out + HALF, y2.to(kind), mask=is_q & inside)
+    tl.store(KO + k_out, y1.to(kind), mask=is_k & inside)
+    tl.store(KO + k_out + HALF, y2.to(kind), mask=is_k & inside)
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of [1, heads, T, dim] by cos and sin [1, T, dim], both halves, as transformers computes it."""
+    _, q_heads, rows, dim = q.shape
+    k_heads = k.shape[1]
+    q_out = torch.empty(rows, q_heads, dim, dtype=q.dtype, device=q.device)
+    k_out = torch.empty(rows, k_heads, dim, dtype=k.dtype, device=k.device)
+    _rope[(rows,)](
+        q, k, cos, sin, q_out, k_out, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
+        QH=q_heads, KH=k_heads, HALF=dim // 2, PAD=triton.next_power_of_2(dim // 2),
+        HEADS=triton.next_power_of_2(q_heads + k_heads), num_warps=4,
+    )  # fmt: skip
+    return q_out.transpose(0, 1)[None], k_out.transpose(0, 1)[None]
+
+
+@triton.jit
+def _silu_mul(GATE, UP, OUT, count, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    gate = tl.load(GATE + place, mask=place < count, other=0.0)
+    up = tl.load(UP + place, mask=place < count, other=0.0)
+    wide = gate.to(tl.float32)
+    activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    tl.store(OUT + place, activated * up, mask=place < count)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    out = torch.empty_like(gate)
+    count = gate.numel()
+    _silu_mul[(triton.cdiv(count, 1024),)](gate, up, out, count, SIZE=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def _chunk_stats(LOGITS, INFO, STATS, vocab, row_step, num_chunks, CHUNK: tl.constexpr, INFO_WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(LOGITS + row.to(tl.int64) * row_step + place, mask=place < vocab, other=-float("inf")).to(tl.float32)
+    temperature = tl.load(INFO + row * INFO_WIDTH + 6).to(tl.int32).to(tl.float32, bitcast=True)
+    y = x / tl.where(temperature > 0, temperature, 1.0)
+    raw_peak, best = tl.max(x, 0, return_indices=True)
+    peak = tl.max(y, 0)
+    at = STATS + (row * num_chunks + chunk) * 5
+    tl.store(at, peak)
+    tl.store(at + 1, tl.sum(tl.exp(y - peak), 0))
+    tl.store(at + 2, raw_peak)
+    tl.store(at + 3, tl.sum(tl.exp(x - raw_peak), 0))
+    tl.store(at + 4, (chunk * CHUNK + best).to(tl.int32).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _mix(seed, counter):  # type: ignore[no-untyped-def]
+    x = seed.to(tl.uint64) + (counter + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _pick(LOGITS, INFO, STATS, OUT, LAST, vocab, row_step, num_chunks, out_step, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, INFO_WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    info = INFO + row * INFO_WIDTH
+    temperature = tl.load(info + 6).to(tl.int32).to(tl.float32, bitcast=True)
+    divisor = tl.where(temperature > 0, temperature, 1.0)
+    bits = _mix(tl.load(info + 5), tl.load(info + 4))
+    u = (bits >> 40).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
+    c = tl.arange(0, CHUNKS)
+    stats = STATS + (row * num_chunks + c) * 5
+    real = c < num_chunks
+    peaks = tl.load(stats, mask=real, other=-float("inf"))
+    raw_peaks = tl.load(stats + 2, mask=real, other=-float("inf"))
+    peak = tl.max(peaks, 0)
+    raw_peak, greedy_chunk = tl.max(raw_peaks, 0, return_indices=True)
+    sums = tl.where(real, tl.load(stats + 1, mask=real, other=0.0) * tl.exp(peaks - peak), 0.0)
+    raw_total = tl.sum(tl.where(real, tl.load(stats + 3, mask=real, other=0.0) * tl.exp(raw_peaks - raw_peak), 0.0), 0)
+    total = tl.sum(sums, 0)
+    running = tl.cumsum(sums, 0)
+    last = tl.max(tl.where(sums > 0, c, 0), 0)
+    target = u * total
+    chunk = tl.minimum(tl.sum(tl.where(real & (running <= target), 1, 0), 0), last)
+    before = tl.sum(tl.where(c < chunk, sums, 0.0), 0)
+    inside = tl.sum(tl.where(c == chunk, sums, 0.0), 0)
+    share = tl.minimum(tl.maximum((target - before) / inside, 0.0), 0.99999994)
+    place = tl.arange(0, CHUNK)
+    at = chunk * CHUNK + place
+    x = tl.load(LOGITS + row.to(tl.int64) * row_step + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+    weights = tl.exp(x / divisor - peak)
+    inner = tl.cumsum(weights, 0)
+    inner_last = tl.max(tl.where(weights > 0, place, 0), 0)
+    offset = tl.minimum(tl.sum(tl.where(inner <= share * tl.max(inner, 0), 1, 0), 0), inner_last)
+    greedy = tl.load(STATS + (row * num_chunks + greedy_chunk) * 5 + 4).to(tl.int32, bitcast=True)
+    token = tl.where(temperature > 0, chunk * CHUNK + offset, greedy)
+    chosen = tl.load(LOGITS + row.to(tl.int64) * row_step + token).to(tl.float32)
+    logprob = chosen / divisor - peak - tl.log(total)
+    tl.store(OUT + row, token)
+    tl.store(OUT + out_step + row, logprob.to(tl.int32, bitcast=True))
+    tl.store(OUT + 2 * out_step + row, (chosen - raw_peak - tl.log(raw_total)).to(tl.int32, bitcast=True))
+    tl.store(LAST + tl.load(info), token.to(tl.int64))
+
+
+def sample_rows(logits: Tensor, info: Tensor, out: Tensor, last_tokens: Tensor) -> None:
+    """Plain sampling of [R, V] by `info` (see cuda_runner); writes token, log-prob and raw log-prob bits to out [3, >= R]."""
+    rows, vocab = logits.shape
+    chunks = triton.cdiv(vocab, SAMPLE_CHUNK)
+    stats = torch.empty(rows, chunks, 5, dtype=torch.float32, device=logits.device)
+    width = info.shape[1]
+    step: Any = logits.stride(0)
+    _chunk_stats[(rows, chunks)](logits, info, stats, vocab, step, chunks, CHUNK=SAMPLE_CHUNK, INFO_WIDTH=width, num_warps=8)
+    _pick[(rows,)](
+        logits, info, stats, out, last_tokens, vocab, step, chunks, out.stride(0),
+        CHUNKS=triton.next_power_of_2(chunks), CHUNK=SAMPLE_CHUNK, INFO_WIDTH=width, num_warps=8,
+    )  # fmt: skip

@@ -1,0 +1,200 @@
+"""The CUDA path of the engine: every kernel against plain torch, whole runs against the plain forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICE = "cuda"
+
+
+def paged_case(heads: int, kv_heads: int, dim: int, lengths: list[int], dtype: torch.dtype) -> dict[str, Any]:
+    block, width = 16, 8
+    batch = len(lengths)
+    keys = torch.randn(batch * width, block, kv_heads, dim, device=DEVICE, dtype=dtype)
+    tables = torch.randperm(batch * width, device=DEVICE).view(batch, width).int()
+    return {
+        "query": torch.randn(batch, heads, dim, device=DEVICE, dtype=dtype).transpose(0, 1),
+        "keys": keys,
+        "values": torch.randn_like(keys),
+        "tables": tables,
+        "slots": torch.arange(batch, device=DEVICE),
+        "lengths": torch.tensor(lengths, device=DEVICE),
+    }
+
+
+def naive_decode(case: dict[str, Any], scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+    rows = []
+    group = case["query"].shape[0] // case["keys"].shape[2]
+    for row, length in enumerate(case["lengths"].tolist()):
+        blocks = case["tables"][row].long()
+        keys, values = (case[name][blocks].flatten(0, 1)[:length].double().repeat_interleave(group, 1) for name in ("keys", "values"))
+        scores = torch.einsum("hd,nhd->hn", case["query"][:, row].double(), keys) * scale
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        if window:
+            scores[:, : max(0, length - window)] = -torch.inf
+        rows.append(torch.einsum("hn,nhd->hd", scores.softmax(-1), values))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 32), (14, 2, 64), (28, 4, 128), (3, 1, 48), (4, 2, 256)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 5.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_paged_decode(heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None, dtype: torch.dtype) -> None:
+    from atlaslib.engine import kernels
+
+    case = paged_case(heads, kv_heads, dim, [1, 16, 17, 100, 128, 63], dtype)
+    ours = kernels.paged_decode(**case, scale=dim**-0.5, window=window, softcap=softcap).double()
+    expected = naive_decode(case, dim**-0.5, window, softcap)
+    error = float((ours - expected).norm() / expected.norm())
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_write_kv_puts_rows_where_the_slots_say_and_skips_negative_ones() -> None:
+    from atlaslib.engine import kernels
+
+    keys = torch.zeros(4, 16, 3, 20, device=DEVICE)
+    values = torch.zeros(4, 16, 3, 24, device=DEVICE)
+    key, value = torch.randn(5, 3, 20, device=DEVICE).transpose(0, 1), torch.randn(5, 3, 24, device=DEVICE).transpose(0, 1)
+    slots = torch.tensor([3, -1, 63, 17, 0], device=DEVICE)
+    kernels.write_kv(keys, values, slots, key, value)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            assert torch.equal(keys.view(64, 3, 20)[slot], key[:, row])
+            assert torch.equal(values.view(64, 3, 24)[slot], value[:, row])
+    assert int((keys.view(64, -1).abs().sum(1) > 0).sum()) == 4
+
+
+def make_info(rows: int, temperatures: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    info = torch.zeros(rows, 8, dtype=torch.int64, device=DEVICE)
+    info[:, 0] = torch.arange(rows)
+    info[:, 4] = torch.arange(rows)
+    info[:, 5] = seeds
+    info[:, 6] = temperatures.view(torch.int32).long()
+    return info
+
+
+def test_sampling_kernel_agrees_with_the_plain_functions() -> None:
+    from atlaslib.engine import kernels
+    from atlaslib.engine.sampling import inverse_cdf, token_logprobs, uniforms
+
+    rows, vocab = 512, 50_257
+    logits = (torch.randn(rows, vocab, device=DEVICE) * 3).bfloat16()
+    temperatures = torch.rand(rows, device=DEVICE) + 0.5
+    temperatures[:64] = 0.0
+    seeds = torch.randint(0, 2**62, (rows,), device=DEVICE)
+    info = make_info(rows, temperatures, seeds)
+    out = torch.zeros(3, rows + 7, dtype=torch.int32, device=DEVICE)
+    last = torch.zeros(rows + 1, dtype=torch.int64, device=DEVICE)
+    kernels.sample_rows(logits, info, out, last)
+    tokens = out[0, :rows].long()
+    assert torch.equal(tokens, last[:rows])
+    assert torch.equal(logits[:64].float().gather(1, tokens[:64, None])[:, 0], logits[:64].float().max(-1).values)
+    weights = torch.softmax(logits.double() / temperatures.double().clamp(min=1e-9)[:, None], -1)
+    expected = inverse_cdf(weights[64:], uniforms(seeds, info[:, 4])[64:])
+    assert float((expected == tokens[64:]).float().mean()) > 0.98
+    torch.testing.assert_close(out[1, :rows].view(torch.float32), token_logprobs(logits, tokens, temperatures), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(out[2, :rows].view(torch.float32), token_logprobs(logits, tokens), atol=2e-5, rtol=1e-5)
+
+
+def test_sampling_kernel_draws_from_the_distribution() -> None:
+    from atlaslib.engine import kernels
+
+    rows = 20_000
+    probs = torch.tensor([0.5, 0.2, 0.0, 0.05, 0.25], device=DEVICE)
+    logits = torch.full((1, 9000), -torch.inf, device=DEVICE)
+    places = torch.tensor([0, 4095, 4097, 4096, 8999], device=DEVICE)
+    logits[0, places] = probs.log()
+    info = make_info(rows, torch.ones(rows, device=DEVICE), torch.full((rows,), 77, device=DEVICE))
+    out = torch.zeros(3, rows, dtype=torch.int32, device=DEVICE)
+    kernels.sample_rows(logits.expand(rows, -1).contiguous(), info, out, torch.zeros(rows, dtype=torch.int64, device=DEVICE))
+    shares = torch.bincount(out[0].long(), minlength=9000)[places] / rows
+    torch.testing.assert_close(shares, probs, atol=0.015, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral_window", "gemma2", "gemma3", "smollm2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rollouts_have_the_log_probs_of_the_plain_forward(name: str, dtype: torch.dtype) -> None:
+    from atlaslib.engine import Engine, EngineConfig, SamplingParams
+    from atlaslib.models.zoo import tiny_causal_lm
+
+    model = tiny_causal_lm(name).to(DEVICE, dtype)
+    engine = Engine(model, config=EngineConfig(max_num_seqs=16, max_prefill_tokens=48, num_blocks=400))
+    prompts = [[5 + i, 9, 30 + i] * (3 + 4 * i) for i in range(6)]
+    replies = engine.generate(prompts, SamplingParams(n=4, max_tokens=24, temperature=0.9, ignore_eos=True, seed=3))
+    worst = 0.0
+    for prompt, group in zip(prompts, replies, strict=True):
+        for reply in group:
+            whole = prompt + reply.token_ids
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([whole], device=DEVICE)).logits[0].float() / 0.9
+            expected = torch.log_softmax(logits, -1)[torch.arange(len(whole) - 1), whole[1:]][len(prompt) - 1 :].cpu()
+            worst = max(worst, float((expected - torch.tensor(reply.temperature_logprobs)).abs().max()))
+    print(f"{name} {dtype}: max |d log-prob| {worst:.2e}")
+    assert worst < (1e-3 if dtype == torch.float32 else 0.6)
+
+
+def test_graphs_running_ahead_and_stop_tokens_change_nothing() -> None:
+    from atlaslib.engine import Engine, EngineConfig, SamplingParams
+    from atlaslib.models.zoo import tiny_causal_lm
+
+    model = tiny_causal_lm("qwen2").to(DEVICE)
+    prompts = [[3 + i, 8, 20 + i] for i in range(12)]
+    params = [SamplingParams(n=2, max_tokens=10 + 3 * i, seed=i, stop_token_ids=list(range(100, 130))) for i in range(12)]
+    runs = []
+    for graphs in (True, False):
+        engine = Engine(model, config=EngineConfig(max_num_seqs=8, num_blocks=200, cuda_graphs=graphs, fused_kernels=graphs))
+        runs.append([reply for group in engine.generate(prompts, params) for reply in group])
+        assert engine.stats()["running"] == 0
+        assert engine.stats()["cache_used"] == 0.0
+    assert [reply.token_ids for reply in runs[0]] == [reply.token_ids for reply in runs[1]]
+    assert {reply.finish_reason for reply in runs[0]} == {"stop", "length"}
+    for reply in runs[0]:
+        assert all(token not in range(100, 130) for token in reply.token_ids[:-1])
+
+
+def test_preemption_on_cuda_loses_nothing() -> None:
+    from atlaslib.engine import Engine, EngineConfig, SamplingParams
+    from atlaslib.models.zoo import tiny_causal_lm
+
+    model = tiny_causal_lm("llama").to(DEVICE)
+    prompts = [[3 + i, 8, 20 + i] for i in range(8)]
+    params = SamplingParams(max_tokens=60, seed=5, ignore_eos=True)
+    roomy = Engine(model, config=EngineConfig(max_num_seqs=8, num_blocks=200)).generate(prompts, params)
+    tight = Engine(model, config=EngineConfig(max_num_seqs=8, num_blocks=14))
+    replies = tight.generate(prompts, params)
+    assert tight.stats()["preemptions"] > 0
+    same = [a[0].token_ids == b[0].token_ids for a, b in zip(roomy, replies, strict=True)]
+    assert sum(same) >= 7  # a recomputed key may differ in its last bits and tip a draw
+    assert all(len(reply[0].token_ids) == 60 for reply in replies)
+
+
+def test_an_update_in_place_is_seen_by_captured_graphs() -> None:
+    from atlaslib.engine import Engine, EngineConfig, SamplingParams
+    from atlaslib.models.zoo import tiny_causal_lm
+
+    model = tiny_causal_lm("llama").to(DEVICE)
+    engine = Engine(model, config=EngineConfig(max_num_seqs=8, num_blocks=100))
+    with engine.updating(), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+    reply = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=12, ignore_eos=True, seed=1))[0][0]
+    assert reply.versions == [1] * 12
+    scores = Engine(model, config=EngineConfig(max_num_seqs=8, num_blocks=100, cuda_graphs=False)).score([[5, 6, 7, *reply.token_ids]])[0]
+    torch.testing.assert_close(torch.tensor(scores[3:]), torch.tensor(reply.logprobs), atol=1e-3, rtol=0)
+
+
+def test_too_many_blocks_says_how_many_fit() -> None:
+    from atlaslib.engine import Engine, EngineConfig
+    from atlaslib.errors import EngineMemoryError
+    from atlaslib.models.zoo import tiny_causal_lm
+
+    with pytest.raises(EngineMemoryError, match=r"at most num_blocks=\d+ fits"):
+        Engine(tiny_causal_lm("llama").to(DEVICE), config=EngineConfig(num_blocks=10**9))
