@@ -56,7 +56,8 @@ def token_logprobs(
     num_tokens, vocab_size = hidden.shape[0], weight.shape[0]
     budget = max(1, AUTO_BUDGET_ELEMENTS // max(vocab_size, 1))
     size = min(chunk_size or budget, max(num_tokens, 1))
-    inverse = 1.0 / torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device)
+    wide = torch.float64 if (compute_dtype or weight.dtype) == torch.float64 else torch.float32
+    inverse = 1.0 / torch.as_tensor(temperature, device=hidden.device).to(wide)
     inverse = inverse.expand(num_tokens) if inverse.dim() == 0 else inverse
     call = _Call(
         chunk_size=size,

@@ -126,7 +126,7 @@ def token_weights(
 ) -> torch.Tensor:
     """[T] weight of each token in the loss of the step."""
     kind = options.loss_type
-    ones = torch.ones_like(sample_index, dtype=torch.float32)
+    ones = torch.ones_like(sample_index, dtype=sample_lengths.dtype)
     if kind in {"grpo", "gspo"}:
         return 1.0 / (sample_lengths.clamp(min=1.0)[sample_index] * max(totals.num_sequences, 1.0))
     if kind == "dr_grpo":
