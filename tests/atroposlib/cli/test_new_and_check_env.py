@@ -1,0 +1,90 @@
+"""``atropos new-env`` writes an environment that works at once; ``atropos check-env`` says so, or says why not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atroposlib.cli.check_env import load_env_class
+from atroposlib.cli.check_env import main as check_env
+from atroposlib.cli.main import main as atropos
+from atroposlib.cli.new_env import names_of, write_environment
+from atroposlib.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("word-puzzles", ("word_puzzles", "WordPuzzlesEnv")),
+        ("WordPuzzles", ("word_puzzles", "WordPuzzlesEnv")),
+        ("my_env", ("my_env", "MyEnv")),
+        ("sums2", ("sums2", "Sums2Env")),
+    ],
+)
+def test_names(name: str, expected: tuple[str, str]) -> None:
+    assert names_of(name) == expected
+
+
+@pytest.mark.parametrize("name", ["", "1st", "class", "---"])
+def test_impossible_names(name: str) -> None:
+    with pytest.raises(ConfigError, match="makes no Python module"):
+        names_of(name)
+
+
+def test_the_new_environment_works_and_its_test_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert atropos(["new-env", "word-puzzles", "--dir", str(tmp_path)]) == 0
+    path = tmp_path / "word_puzzles.py"
+    assert "check-env" in capsys.readouterr().out
+    assert 40 <= len(path.read_text().splitlines()) <= 75
+    assert "$" not in path.read_text()
+    assert check_env([f"{path}:WordPuzzlesEnv", "--show-prompt"]) == 0
+    output = capsys.readouterr().out
+    assert "no errors" in output
+    assert "What is" in output
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "test_word_puzzles.py")]
+    run = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "2 passed" in run.stdout
+
+
+def test_existing_files_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_environment("a-b", tmp_path)
+    (tmp_path / "a_b.py").write_text("precious")
+    assert atropos(["new-env", "a-b", "--dir", str(tmp_path)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert (tmp_path / "a_b.py").read_text() == "precious"
+    write_environment("a-b", tmp_path, overwrite=True)
+    assert "class ABEnv" in (tmp_path / "a_b.py").read_text()
+
+
+def test_check_env_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = write_environment("broken-one", tmp_path)
+    path.write_text(
+        path.read_text().replace('return float(text.strip() == item["answer"])', "raise RuntimeError('no idea')")
+    )
+    assert check_env([str(path)]) == 1
+    output = capsys.readouterr().out
+    assert "RuntimeError: no idea" in output
+    assert "not ready yet" in output
+
+
+def test_load_env_class_says_what_it_found(tmp_path: Path) -> None:
+    path, _ = write_environment("some-task", tmp_path)
+    assert load_env_class(str(path)).__name__ == "SomeTaskEnv"
+    with pytest.raises(ConfigError, match="did you mean 'SomeTaskEnv'"):
+        load_env_class(f"{path}:SomeTask")
+    with pytest.raises(ConfigError, match="no such file"):
+        load_env_class(str(tmp_path / "nothing.py:X"))
+    with pytest.raises(ConfigError, match="cannot import"):
+        load_env_class("no.such.module:X")
+    empty = tmp_path / "empty.py"
+    empty.write_text("")
+    with pytest.raises(ConfigError, match="holds 0 environments"):
+        load_env_class(str(empty))
