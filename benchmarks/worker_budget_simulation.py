@@ -126,7 +126,9 @@ SETTINGS = {
     "2 envs": Setting(num_envs=2),
     "4 envs": Setting(num_envs=4),
     "4 envs, 8 workers": Setting(num_envs=4, workers=8),
-    "4 envs, 32 workers, group 4": Setting(num_envs=4, workers=32, group_size=4, batch_size=32, max_batches_offpolicy=2, seconds=90.0),
+    "4 envs, 32 workers, group 4": Setting(
+        num_envs=4, workers=32, group_size=4, batch_size=32, max_batches_offpolicy=2, seconds=90.0
+    ),
 }
 
 
@@ -134,7 +136,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="runs to average over")
     arguments = parser.parse_args()
-    print(f"{'setting':<30} {'policy':<8} {'cancelled':>10} {'batches':>8} {'trainer waited':>15} {'most batches ahead':>19}")
+    print(
+        f"{'setting':<30} {'policy':<8} {'cancelled':>10} {'batches':>8} {'trainer waited':>15} {'most batches ahead':>19}"
+    )
     for name, setting in SETTINGS.items():
         for policy_name, policy in POLICIES.items():
             runs = [simulate(policy, setting, seed) for seed in range(arguments.seeds)]

@@ -99,7 +99,13 @@ def test_the_old_and_the_new_name_of_the_server_config_are_one_class():
 def test_the_constructor_keeps_its_order():
     from atroposlib.envs.base import BaseEnv
 
-    assert list(inspect.signature(BaseEnv.__init__).parameters) == ["self", "config", "server_configs", "slurm", "testing"]
+    assert list(inspect.signature(BaseEnv.__init__).parameters) == [
+        "self",
+        "config",
+        "server_configs",
+        "slurm",
+        "testing",
+    ]
 
 
 @pytest.mark.parametrize(

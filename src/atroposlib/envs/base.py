@@ -346,13 +346,14 @@ class BaseEnv(ABC):
 
     async def _register_env(self) -> dict[str, Any]:
         """One try to register."""
-        return await self.rollout_client.register(
+        reply = await self.rollout_client.register(
             name=self.display_name,
             max_token_length=self.config.max_token_length,
             weight=self.config.inference_weight,
             group_size=self.config.group_size,
             min_batch_allocation=self.config.min_batch_allocation,
         )
+        return dict(reply)
 
     async def register_env(self) -> None:
         """Register at the rollout server, waiting for it and for the trainer."""
@@ -435,7 +436,16 @@ class BaseEnv(ABC):
     async def _run_evaluate(self) -> Any:
         """Evaluate once."""
         await self.setup()
-        return await self.evaluate()
+        try:
+            return await self.evaluate()
+        finally:
+            await self.close_servers()
+
+    async def close_servers(self) -> None:
+        """Close the connections to the inference servers."""
+        close = getattr(self.server, "aclose", None)
+        if close is not None:
+            await close()
 
     @classmethod
     def cli(cls) -> None:

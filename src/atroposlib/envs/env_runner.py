@@ -43,6 +43,11 @@ STATUS_INTERVAL_S = 0.2
 REPORT_INTERVAL_S = 5.0
 """How often metrics go to the rollout server."""
 STATUS_TIMEOUT_S = 10.0
+TRAINER_POLL_S = 1.0
+"""How often registration is tried while no trainer has started."""
+FIRST_RETRY_S = 0.5
+SAY_EVERY_S = 30.0
+"""How often a wait for somebody else is mentioned."""
 FINISH_TIMEOUT_S = 20.0
 """How long groups already on their way to the rollout server may take when the loop ends."""
 MAX_BACKOFF_S = 15.0
@@ -63,6 +68,7 @@ class EnvRunner:
         self._sent_at_status = 0
         self._unreachable_since: float | None = None
         self._registered_before = False
+        self._said_at = -SAY_EVERY_S
         self._eval_is_due = False
 
     # ------------------------------------------------------------------ the loop
@@ -101,7 +107,8 @@ class EnvRunner:
         """Sleep until a group ends, at most until the next look at the rollout server."""
         self.wake.clear()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.wake.wait(), timeout=STATUS_INTERVAL_S)
+            async with asyncio.timeout(STATUS_INTERVAL_S):
+                await self.wake.wait()
 
     async def _finish(self) -> None:
         """Stop rollouts that are no longer needed; groups on their way to the rollout server still arrive."""
@@ -117,8 +124,10 @@ class EnvRunner:
         if env.jsonl_writer is not None:
             env.jsonl_writer.close()
         with suppress(*UNREACHABLE, AtroposError, asyncio.CancelledError):
-            await asyncio.wait_for(self._say_goodbye(), timeout=STATUS_TIMEOUT_S)
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                await self._say_goodbye()
         await env.rollout_client.aclose()
+        await env.close_servers()
 
     async def _say_goodbye(self) -> None:
         await self.report()
@@ -138,7 +147,7 @@ class EnvRunner:
     async def register(self) -> None:
         """Register, waiting for the rollout server and for the trainer as long as it takes."""
         env = self.env
-        wait_s = 0.5
+        wait_s = FIRST_RETRY_S
         while True:
             try:
                 reply = await env._register_env()
@@ -149,8 +158,8 @@ class EnvRunner:
                 continue
             if reply.get("status") == "success":
                 break
-            logger.info("waiting for the trainer at %s: %s", env.config.rollout_server_url, reply.get("status"))
-            await asyncio.sleep(1.0)
+            self._say_waiting(f"the trainer to start ({reply.get('status')})")
+            await asyncio.sleep(TRAINER_POLL_S)
         self._note_reachable()
         self._adopt_registration(reply)
 
@@ -182,9 +191,9 @@ class EnvRunner:
             else:
                 self._note_reachable()
                 if info.get("project") is not None:
-                    return info
-                logger.info("waiting for the trainer at %s to register", self.env.config.rollout_server_url)
-            await asyncio.sleep(1.0)
+                    return dict(info)
+                self._say_waiting("a trainer to register")
+            await asyncio.sleep(TRAINER_POLL_S)
 
     async def _refresh_status(self) -> None:
         """Ask for the state when the last answer is old; an absent server is waited for, a new one joined."""
@@ -193,7 +202,8 @@ class EnvRunner:
             return
         sent = env.statistics.num_groups_sent
         try:
-            await asyncio.wait_for(env.get_status(), timeout=STATUS_TIMEOUT_S)
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                await env.get_status()
             if env.config.batch_size == -1:
                 await env.get_server_info()
         except RolloutRejectedError as error:
@@ -218,6 +228,11 @@ class EnvRunner:
                 type(error).__name__,
                 error,
             )
+
+    def _say_waiting(self, for_what: str) -> None:
+        if time.monotonic() - self._said_at > SAY_EVERY_S:
+            self._said_at = time.monotonic()
+            logger.info("waiting at %s for %s", self.env.config.rollout_server_url, for_what)
 
     def _note_reachable(self) -> None:
         if self._unreachable_since is not None:

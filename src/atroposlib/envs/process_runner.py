@@ -50,6 +50,7 @@ class ProcessRunner:
         finally:
             if env.jsonl_writer is not None:
                 env.jsonl_writer.close()
+            await env.close_servers()
         self._write_page()
         self._judge()
 

@@ -57,7 +57,7 @@ async def accept(env: BaseEnv, group: dict[str, Any], item: Any, *, check_length
         rejection = groups.check_lengths(group, max_token_len=env.max_token_len)
         if rejection is not None:
             return rejection
-    if config.include_messages and group.get("messages") is None:
+    if config.include_messages and not group.get("messages"):
         group["messages"] = groups.messages_from_tokens(group["tokens"], env.tokenizer.decode)
     await env.add_rollouts_for_wandb(group, item)  # type: ignore[arg-type]
     if env.jsonl_writer is not None:

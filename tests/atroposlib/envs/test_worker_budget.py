@@ -99,7 +99,9 @@ def test_every_step_is_a_boundary_of_one():
 
 def test_finished_when_the_trainer_has_or_will_have_every_batch():
     def finished(step: int, queued: int) -> bool:
-        return is_finished(QueueStatus(current_step=step, queue_size=queued), group_size=8, batch_size=64, total_steps=20)
+        return is_finished(
+            QueueStatus(current_step=step, queue_size=queued), group_size=8, batch_size=64, total_steps=20
+        )
 
     assert not finished(19, 0)
     assert not finished(18, 16)

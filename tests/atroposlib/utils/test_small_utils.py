@@ -14,7 +14,13 @@ from atroposlib.utils.metrics import get_std_min_max_avg
 
 
 def test_mean_deviation_and_range():
-    assert get_std_min_max_avg("x", [1.0, 3.0], {"y": 1}) == {"y": 1, "x_mean": 2.0, "x_std": 1.0, "x_max": 3.0, "x_min": 1.0}
+    assert get_std_min_max_avg("x", [1.0, 3.0], {"y": 1}) == {
+        "y": 1,
+        "x_mean": 2.0,
+        "x_std": 1.0,
+        "x_max": 3.0,
+        "x_min": 1.0,
+    }
     assert get_std_min_max_avg("x", [], {}) == {}
 
 

@@ -49,7 +49,10 @@ def test_copies_pickles_and_saved_folders_keep_it(tiny_tokenizer_dir: Path, tmp_
     plain = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
     plain.save_pretrained(tmp_path / "plain")
     saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert saved["tokenizer_class"] == json.loads((tmp_path / "plain" / "tokenizer_config.json").read_text())["tokenizer_class"]
+    assert (
+        saved["tokenizer_class"]
+        == json.loads((tmp_path / "plain" / "tokenizer_config.json").read_text())["tokenizer_class"]
+    )
     assert load_tokenizer(str(tmp_path)).apply_chat_template(CHAT) == ids
 
 
