@@ -37,6 +37,13 @@ class OpenAIServer(OpenAIRoutes):
             )
         return self._client
 
+    async def aclose(self) -> None:
+        """Stop watching the server and close its connections."""
+        await super().aclose()
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
         raise NotImplementedError(
             "the OpenAI API has no call that takes and returns exact token ids; "
