@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Raw
 
 from atroposlib.api.schemas import EXTRA_FIELDS, GROUP_FIELDS
-from atroposlib.api.wire import WireError, WireGroup, check_extras, check_lengths
+from atroposlib.api.wire import WireError, WireGroup, check_extras, check_lengths, located
 
 INT, FLOAT, SCORE = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f8")
 _MESSAGE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images", "distill_token_ids", "distill_logprobs")
@@ -63,8 +63,9 @@ _decode_parts = msgspec.msgpack.Decoder(list[Raw]).decode
 def parse_binary_groups(body: bytes, *, many: bool) -> list[WireGroup]:
     """Validate a binary body; the bytes are kept as they came."""
     try:
-        payloads = [bytes(raw) for raw in _decode_parts(body)] if many else [body]
-        return [_check(payload) for payload in payloads]
+        if not many:
+            return [_check(body)]
+        return [located(index, _check, bytes(raw)) for index, raw in enumerate(_decode_parts(body))]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"the binary body cannot be read: {error}; see the docstring of atroposlib.api.binary for the form") from None
 

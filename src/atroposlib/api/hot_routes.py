@@ -24,6 +24,7 @@ from atroposlib.api.middleware import (
     Receive,
     Scope,
     Send,
+    decode_body,
     encode_reply,
     header,
     is_loopback,
@@ -43,7 +44,8 @@ Handler = Callable[[Scope, Receive, Send], Awaitable[int]]
 _BINARY = BINARY_TYPE.encode()
 _CHUNK = 256 * 1024
 HOT_PATHS = frozenset({"/scored_data", "/scored_data_list", "/batch", "/status", "/status-env"})
-_QUIET_PATHS = HOT_PATHS | {"/healthz", "/metrics", "/heartbeat"}  # called so often that a line per request is noise
+_QUIET_PATHS = HOT_PATHS | {"/healthz", "/metrics", "/heartbeat", "/ack", "/commit", "/report"}  # called so often that a line per request is noise
+_REFUSALS = (WireError, HttpError, JournalError)
 NOT_REGISTERED = "Trainer not registered: POST /register first"
 
 
@@ -75,7 +77,7 @@ class HotRoutes:
         """(path, status) -> [count, seconds]; shared with `/metrics`."""
         self.routes: dict[tuple[str, str], Handler] = {
             ("POST", "/scored_data"): self.scored_data,
-            ("POST", "/scored_data_list"): self.scored_data_list,
+            ("POST", "/scored_data_list"): self.scored_data,
             ("GET", "/batch"): self.batch,
             ("GET", "/status"): self.status,
             ("GET", "/status-env"): self.status_env,
@@ -89,26 +91,19 @@ class HotRoutes:
         handler = self.routes.get((scope["method"], scope["path"]), self.pass_on)
         try:
             status = await handler(scope, receive, send)
-        except WireError as error:
-            status = await self._refuse(send, error.status, error.detail)
-        except HttpError as error:
-            status = await self._refuse(send, error.status, error.detail)
-        except JournalError as error:
-            status = await self._refuse(send, 507, str(error))
-        self._record(scope, status, time.perf_counter() - started)
+        except _REFUSALS as error:
+            status, detail = _refusal(error)
+            await send_json(send, {"detail": detail}, status)
+        self.record(scope["method"], scope["path"], status, time.perf_counter() - started)
 
-    async def _refuse(self, send: Send, status: int, detail: Any) -> int:
-        await send_json(send, {"detail": detail}, status)
-        return status
-
-    def _record(self, scope: Scope, status: int, seconds: float) -> None:
-        path = scope["path"] if status != 404 else "other"
-        total = self.requests.setdefault((path, status), [0, 0.0])
+    def record(self, method: str, path: str, status: int, seconds: float) -> None:
+        """Count and log a request that was answered."""
+        total = self.requests.setdefault((path if status != 404 else "other", status), [0, 0.0])
         total[0] += 1
         total[1] += seconds
-        level = logging.WARNING if status >= 400 else logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
+        level = logging.WARNING if status >= 400 else logging.DEBUG if path in _QUIET_PATHS else logging.INFO
         if logger.isEnabledFor(level):
-            logger.log(level, "%s %s -> %d (%.1f ms)", scope["method"], scope["path"], status, seconds * 1e3)
+            logger.log(level, "%s %s -> %d (%.1f ms)", method, path, status, seconds * 1e3)
 
     async def pass_on(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Any other route: the framework answers; we only see the status go by."""
@@ -126,27 +121,27 @@ class HotRoutes:
     # ---- data in ------------------------------------------------------------------------------------------------------
 
     async def scored_data(self, scope: Scope, receive: Receive, send: Send) -> int:
-        groups = await self._groups(scope, receive, many=False)
-        answer = (await self._submit(groups))[0]
-        reply = {"status": "received"} if answer < 0 else {"status": "buffered", "buffer_size": answer}
-        await send_json(send, reply)
-        return 200
-
-    async def scored_data_list(self, scope: Scope, receive: Receive, send: Send) -> int:
-        groups = await self._groups(scope, receive, many=True)
-        answers = await self._submit(groups)
-        reply: dict[str, Any] = {"status": "received", "groups_processed": len(answers)}
-        buffered = [answer for answer in answers if answer >= 0]
-        if buffered:
-            reply |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]}
-        await send_json(send, reply)
-        return 200
-
-    async def _groups(self, scope: Scope, receive: Receive, *, many: bool) -> list[WireGroup]:
         body = await read_body(scope, receive, self.limits)
-        parse = binary.parse_binary_groups if header(scope, b"content-type").startswith(_BINARY) else parse_json_groups
+        status, reply = await self.take_groups(scope["path"], body, header(scope, b"content-type"), b"")
+        await send_bytes(send, reply, status, [(b"content-type", b"application/json")])
+        return status
+
+    async def take_groups(self, path: str, body: bytes, content_type: bytes, encoding: bytes) -> tuple[int, bytes]:
+        """Validate and store what was posted; status and body of the answer."""
         try:
-            if len(body) > OFF_LOOP_BYTES:
+            if encoding:
+                body = await asyncio.to_thread(decode_body, bytes(body), encoding, self.limits.max_decoded_bytes)
+            if path == "/scored_data":
+                return 200, _answer_one((await self._submit(await self._parse(body, content_type, many=False)))[0])
+            return 200, _answer_many(await self._submit(await self._parse(body, content_type, many=True)))
+        except _REFUSALS as error:
+            status, detail = _refusal(error)
+            return status, msgspec.json.encode({"detail": detail})
+
+    async def _parse(self, body: bytes, content_type: bytes, *, many: bool) -> list[WireGroup]:
+        parse = binary.parse_binary_groups if content_type.startswith(_BINARY) else parse_json_groups
+        try:
+            if len(body) > OFF_LOOP_BYTES and parse is parse_json_groups:
                 return await asyncio.to_thread(parse, body, many=many)
             return parse(body, many=many)
         except WireError as error:
@@ -186,9 +181,23 @@ class HotRoutes:
         finally:
             if not arrived:
                 self.service.undelivered(delivery)
-        if arrived:
-            await self.service.delivered(delivery)
-        return 200 if arrived else 499
+        if not arrived:
+            return 499
+        await self.service.delivered(delivery)
+        self._watch(scope, delivery)
+        return 200
+
+    def _watch(self, scope: Scope, delivery: Delivery) -> None:
+        """The client's machine has the reply; a reset before anything else happens here says that the client did not read it."""
+        connection = scope.get("atropos.connection")
+        if connection is None:
+            return
+
+        def lost(error: Exception | None) -> None:
+            if isinstance(error, ConnectionResetError | BrokenPipeError):
+                self.service.undelivered(delivery)
+
+        connection.on_lost = lost
 
     async def _batch_parts(self, delivery: Delivery, *, ours: bool, as_binary: bool) -> list[bytes]:
         ids = [group.group_id for group in delivery.groups]
@@ -227,14 +236,11 @@ class HotRoutes:
                 if gone.done():
                     return False
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            for _ in range(3):  # let the loop look at the socket before saying that it arrived
-                await asyncio.sleep(0)
-            if gone.done():
-                return False
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-            return True
         finally:
             gone.cancel()
+        connection = scope.get("atropos.connection")
+        return connection is None or bool(await connection.arrived())
 
     def _reply_encoding(self, scope: Scope) -> bytes:
         if self.compress is False or (self.compress is None and is_loopback(scope)):
@@ -262,6 +268,24 @@ class HotRoutes:
             raise HttpError(404, f"environment {env_id} is not known here; register it with POST /register-env")
         await send_json(send, store.env_status(env))
         return 200
+
+
+def _refusal(error: Exception) -> tuple[int, Any]:
+    if isinstance(error, WireError | HttpError):
+        return error.status, error.detail
+    return 507, str(error)
+
+
+def _answer_one(answer: int) -> bytes:
+    return b'{"status":"received"}' if answer < 0 else b'{"status":"buffered","buffer_size":%d}' % answer
+
+
+def _answer_many(answers: list[int]) -> bytes:
+    reply: dict[str, Any] = {"status": "received", "groups_processed": len(answers)}
+    buffered = [answer for answer in answers if answer >= 0]
+    if buffered:
+        reply |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]}
+    return msgspec.json.encode(reply)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -38,6 +38,7 @@ from atroposlib.api.middleware import (
     is_loopback,
 )
 from atroposlib.api.observer import StoreObserver
+from atroposlib.api.protocol import RolloutProtocol, protocol_for
 from atroposlib.api.schemas import (
     BINARY_TYPE,
     EMPTY_EXAMPLE,
@@ -140,10 +141,10 @@ def create_app(service: RolloutService | RolloutStore, settings: ServerSettings 
     return api
 
 
-def front_door(api: FastAPI) -> ASGIApp:
-    """The same application, with the hot routes answered before the framework's own layers see them.
+def front_door(api: FastAPI) -> tuple[ASGIApp, type[RolloutProtocol]]:
+    """The same application with the hot routes answered before the framework's layers see them, and its connection protocol.
 
-    What `run-api` serves. Behaves as `api` does; a request that CORS has to look at takes the long way.
+    What `run-api` gives to uvicorn. Behaves as `api` does; a request that CORS has to look at takes the long way.
     """
     settings: ServerSettings = api.state.settings
     service: RolloutService = api.state.service
@@ -157,7 +158,7 @@ def front_door(api: FastAPI) -> ASGIApp:
         else:
             await api(scope, receive, send)
 
-    return enter
+    return enter, protocol_for(hot, settings.token)
 
 
 DESCRIPTION = f"""Environments post scored groups, the trainer takes batches.

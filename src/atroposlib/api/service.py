@@ -20,7 +20,6 @@ from atroposlib.api.events import (
     Committed,
     EnvGone,
     Event,
-    GroupAdded,
     Registered,
     Started,
     WasReset,
@@ -216,29 +215,33 @@ class RolloutService:
         return list(await asyncio.gather(*(self._submit(group) for group in groups)))
 
     async def _submit(self, group: WireGroup) -> int:
-        store = self.store
-        store.envs.touch(group.env_id)
-        if group.group_id is None:
-            return await self._add(group, store.plan_group(group))
-        known = store.seen.get(group.group_id)
-        if known is not None:
-            store.counters.groups_duplicate += 1
-            return known
-        arriving = self._arriving.get(group.group_id)
-        if arriving is not None:  # the same group is being written right now
-            store.counters.groups_duplicate += 1
-            return await asyncio.shield(arriving)
-        task = asyncio.ensure_future(self._add(group, store.plan_group(group)))
-        self._arriving[group.group_id] = task
-        try:
-            return await asyncio.shield(task)
-        finally:
-            del self._arriving[group.group_id]
+        answer = self.submit_one(group)
+        return answer if isinstance(answer, int) else await asyncio.shield(answer)
 
-    async def _add(self, group: WireGroup, event: GroupAdded) -> int:
-        answer = await self._do(event, lambda location: self.store.add_group(event, group.payload, location), group.payload)
-        self.store.notify_group(event, group)
-        return answer
+    def submit_one(self, group: WireGroup) -> int | asyncio.Future[int]:
+        """As `submit` for one group: the answer, or, while the journal is being written, a future of it."""
+        store, group_id = self.store, group.group_id
+        store.envs.touch(group.env_id)
+        if group_id is not None:
+            known = store.seen.get(group_id)
+            answered = known if known is not None else self._arriving.get(group_id)  # or being written right now
+            if answered is not None:
+                store.counters.groups_duplicate += 1
+                return answered
+        event = store.plan_group(group)
+
+        def apply(location: Location) -> int:
+            answer = store.add_group(event, group.payload, location)
+            store.notify_group(event, group)
+            return answer
+
+        if self.journal is None:
+            return apply(None)
+        future = self.journal.write(event, group.payload, apply)
+        if group_id is not None:
+            self._arriving[group_id] = future
+            future.add_done_callback(lambda _: self._arriving.pop(group_id, None))
+        return future
 
     def rejected(self, env_id: int | None, reason: str) -> None:
         """A group was refused."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pydantic
@@ -23,6 +23,8 @@ from msgspec import Raw
 from atroposlib.api.number_rows import NotPlainError, row_lengths
 from atroposlib.api.schemas import EXTRA_FIELDS, GROUP_FIELDS, ScoredData
 from atroposlib.errors import AtroposError
+
+T = TypeVar("T")
 
 _NULL = Raw(b"null")
 _WHITESPACE = b" \t\r\n"
@@ -95,10 +97,20 @@ _CHECKED_PARTS: dict[str, Any] = {
 def parse_json_groups(body: bytes, *, many: bool) -> list[WireGroup]:
     """Validate the body of `/scored_data` (one group) or `/scored_data_list` (`many`); WireError says what is wrong."""
     try:
-        groups = _decode_many(body) if many else [_decode_one(body)]
-        return [_fast(group) for group in groups]
+        if not many:
+            return [_fast(_decode_one(body))]
+        return [located(index, _fast, group) for index, group in enumerate(_decode_many(body))]
     except (msgspec.MsgspecError, NotPlainError, UnicodeDecodeError, RecursionError):
         return _slow(body, many=many)
+
+
+def located(index: int, check: Callable[[T], WireGroup], group: T) -> WireGroup:
+    """Check a group of a list; a refusal says which one."""
+    try:
+        return check(group)
+    except WireError as error:
+        error.detail[0]["loc"].insert(1, index)
+        raise
 
 
 # ---- the fast path ----------------------------------------------------------------------------------------------------

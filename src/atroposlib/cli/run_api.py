@@ -14,9 +14,13 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from atroposlib.errors import AtroposError, ConfigError
+
+if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +61,7 @@ def check(options: argparse.Namespace) -> None:
 
 def serve(options: argparse.Namespace) -> int:
     """Run the server until it is told to stop."""
-    import uvicorn
-
-    from atroposlib.api.server import ServerSettings, build_app, front_door
+    from atroposlib.api.server import ServerSettings, build_app
     from atroposlib.frontend.live.attach import attach_live_page, open_run_log
 
     if options.reload:
@@ -80,7 +82,7 @@ def serve(options: argparse.Namespace) -> int:
         run_log = open_run_log(settings.data_dir)
         app = build_app(settings, observers=[run_log])
         attach_live_page(app, run_log)
-    server = uvicorn.Server(uvicorn.Config(front_door(app), **uvicorn_options(options.log_level)))
+    server = server_for(app, options.log_level)
     where = "in memory" if settings.data_dir is None else f"journal in {settings.data_dir.resolve()} ({settings.durability})"
     print(f"rollout server on http://{host}:{port} ({where})", flush=True)
     if not options.no_live_page:
@@ -92,21 +94,28 @@ def serve(options: argparse.Namespace) -> int:
     return 0 if server.started else 1
 
 
-def uvicorn_options(log_level: str) -> dict[str, Any]:
-    """How uvicorn is run here and in tests: fast loop and parser, requests logged by us."""
-    return {
-        "loop": "uvloop" if sys.platform != "win32" else "asyncio",
-        "http": "httptools",
-        "ws": "none",
-        "lifespan": "on",
-        "access_log": False,
-        "log_config": None,
-        "log_level": log_level,
-        "server_header": False,
-        "proxy_headers": False,
-        "timeout_keep_alive": 75,
-        "timeout_graceful_shutdown": 10,
-    }
+def server_for(app: FastAPI, log_level: str) -> uvicorn.Server:
+    """A uvicorn server for a rollout application: fast loop and parser, requests logged by us."""
+    import uvicorn
+
+    from atroposlib.api.server import front_door
+
+    entry, protocol = front_door(app)
+    config = uvicorn.Config(
+        entry,
+        http=protocol,
+        loop="uvloop" if sys.platform != "win32" else "asyncio",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        log_level=log_level,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=10,
+    )
+    return uvicorn.Server(config)
 
 
 def _listen(host: str, port: int) -> socket.socket:
