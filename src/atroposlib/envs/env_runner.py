@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from atroposlib.envs.env_config import EvalHandlingEnum
 from atroposlib.envs.env_metrics import Stopwatch
 from atroposlib.envs.group_workers import GroupWorkers, append_bounded
+from atroposlib.envs.submission import unreachable_errors
 from atroposlib.envs.worker_budget import (
     BudgetLimits,
     QueueStatus,
@@ -51,7 +52,6 @@ SAY_EVERY_S = 30.0
 FINISH_TIMEOUT_S = 20.0
 """How long groups already on their way to the rollout server may take when the loop ends."""
 MAX_BACKOFF_S = 15.0
-UNREACHABLE = (OSError, TimeoutError)  # RolloutServerUnavailableError is an OSError, too
 
 
 class EnvRunner:
@@ -123,7 +123,7 @@ class EnvRunner:
             env.eval_runner.cancel()
         if env.jsonl_writer is not None:
             env.jsonl_writer.close()
-        with suppress(*UNREACHABLE, AtroposError, asyncio.CancelledError):
+        with suppress(*unreachable_errors(), AtroposError, asyncio.CancelledError):
             async with asyncio.timeout(STATUS_TIMEOUT_S):
                 await self._say_goodbye()
         await env.rollout_client.aclose()
@@ -151,7 +151,7 @@ class EnvRunner:
         while True:
             try:
                 reply = await env._register_env()
-            except UNREACHABLE as error:
+            except unreachable_errors() as error:
                 self._note_unreachable(error)
                 await asyncio.sleep(wait_s)
                 wait_s = min(wait_s * 2, MAX_BACKOFF_S)
@@ -186,7 +186,7 @@ class EnvRunner:
         while True:
             try:
                 info = await self.env.rollout_client.wandb_info()
-            except UNREACHABLE as error:
+            except unreachable_errors() as error:
                 self._note_unreachable(error)
             else:
                 self._note_reachable()
@@ -210,7 +210,7 @@ class EnvRunner:
             logger.warning("the rollout server does not know this environment any more (%s); registering again", error)
             await env.register_env()
             await env.get_server_info()
-        except UNREACHABLE as error:
+        except unreachable_errors() as error:
             self._note_unreachable(error)
             if env.status_dict is None:
                 env.status_dict = {"current_step": env.curr_step, "queue_size": 0}
@@ -270,7 +270,7 @@ class EnvRunner:
             try:
                 await self.env.rollout_client.heartbeat()
                 await self.report()
-            except (*UNREACHABLE, AtroposError) as error:
+            except Exception as error:  # a number on a page is never worth more than the run
                 logger.debug("metrics not reported: %s", error)
 
     # ------------------------------------------------------------------ step boundaries

@@ -6,7 +6,9 @@ A group that fails a check is counted under its reason. A group the rollout serv
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 REJECTED_FILE = "rejected_groups.jsonl"
+RETRY_S = 1.0
 
 
 async def accept_and_send(
@@ -70,9 +73,9 @@ async def hand_over(env: BaseEnv, scored_data: Any) -> None:
     """Submit a group or a list of groups; waits as long as the rollout server is away."""
     batch = scored_data if isinstance(scored_data, list) else [scored_data]
     for group in batch:
-        group["env_id"] = getattr(env, "env_id", None)
+        group.setdefault("group_id", uuid.uuid4().hex)  # the same at every try, so that it is stored once
     try:
-        await env.rollout_client.submit(scored_data)
+        await _submit(env, scored_data, batch)
     except RolloutRejectedError as error:
         if len(batch) > 1:
             for group in batch:  # one bad group must not take the others with it
@@ -82,6 +85,27 @@ async def hand_over(env: BaseEnv, scored_data: Any) -> None:
         return
     for group in batch:
         env.statistics.note_sent(group)
+
+
+async def _submit(env: BaseEnv, scored_data: Any, batch: list[dict[str, Any]]) -> None:
+    client = env.rollout_client
+    while True:
+        env.env_id = getattr(client, "env_id", env.env_id)  # the client may have joined a restarted server
+        for group in batch:
+            group["env_id"] = env.env_id
+        try:
+            await client.submit(scored_data)
+            return
+        except unreachable_errors() as error:
+            logger.debug("not handed over yet: %s", error)
+            await asyncio.sleep(RETRY_S)
+
+
+def unreachable_errors() -> tuple[type[Exception], ...]:
+    """What a rollout server that is away raises; aiohttp is imported only when something was raised."""
+    from aiohttp import ClientError
+
+    return (ClientError, OSError, TimeoutError)
 
 
 def keep_rejected(env: BaseEnv, group: Mapping[str, Any], error: RolloutRejectedError) -> None:
