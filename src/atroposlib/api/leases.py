@@ -37,6 +37,8 @@ class Batch:
     sent: bool = False
     retained: bool = False
     """Acknowledged and kept for a trainer that may come back."""
+    lease: int = 0
+    """Changes whenever the batch changes hands, so that late word about an earlier delivery is recognised."""
 
 
 class BatchLedger:
@@ -61,6 +63,7 @@ class BatchLedger:
         """A batch goes out (again)."""
         if batch.state is LeaseState.WAITING:
             batch.state = LeaseState.LEASED
+            batch.lease += 1
             self.delivered += 1
 
     def give_back(self, seq: int) -> bool:
@@ -120,6 +123,7 @@ class BatchLedger:
             if resume_after is not None or batch.state is LeaseState.LEASED:
                 batch.state = LeaseState.WAITING
                 batch.sent = batch.sent_plain = False
+                batch.lease += 1
         self.delivered = 0
         return done
 

@@ -44,6 +44,8 @@ class Delivery:
     """A batch on its way to a client."""
 
     batch: Batch
+    lease: int
+    """The batch's lease when it went out."""
     groups: list[StoredGroup]
     payloads: list[bytes]
     plain: bool
@@ -83,6 +85,7 @@ class RolloutService:
     async def register(self, request: Registration) -> None:
         """A trainer registers, or registers again."""
         event = Registered(**request.model_dump())
+        await self._settle()
         async with self._register_lock, self._batch_lock:
             after, forgotten = request.resume_after, self.store.ledger.forgotten
             if after is not None and after < forgotten:
@@ -115,8 +118,9 @@ class RolloutService:
             if batch is None:
                 return None
             self._sending[batch.seq] = asyncio.Event()
-        groups = self.store.batch_groups(batch)
-        return Delivery(batch=batch, groups=groups, payloads=await self._payloads(groups), plain=plain)
+            lease = batch.lease
+            groups = self.store.batch_groups(batch)
+        return Delivery(batch=batch, lease=lease, groups=groups, payloads=await self._payloads(groups), plain=plain)
 
     async def _settle(self) -> None:
         for sending in list(self._sending.values()):
@@ -142,19 +146,22 @@ class RolloutService:
 
     async def delivered(self, delivery: Delivery) -> None:
         """The whole reply went out."""
-        seq = delivery.batch.seq
-        event = BatchSent(seq, delivery.plain)
-        self.store.ledger.mark_sent(seq, plain=delivery.plain)
-        self._sent(seq)
+        batch = delivery.batch
+        self._sent(batch.seq)
+        if batch.lease != delivery.lease:  # a trainer registered meanwhile: it waits for whoever asks next
+            return
+        event = BatchSent(batch.seq, delivery.plain)
+        self.store.ledger.mark_sent(batch.seq, plain=delivery.plain)
         self.store.counters.batches_delivered += 1
-        self.store.notify("batch_delivered", seq)
+        self.store.notify("batch_delivered", batch.seq)
         await self._do(event, lambda _: None)
 
     def undelivered(self, delivery: Delivery) -> None:
-        """The client went away before the reply was out: the batch waits for the next who asks."""
-        logger.warning("batch %d was not received (the client closed the connection); it will be delivered again", delivery.batch.seq)
-        self.store.ledger.give_back(delivery.batch.seq)
-        self._sent(delivery.batch.seq)
+        """The client went away without the reply: the batch waits for the next who asks."""
+        batch = delivery.batch
+        self._sent(batch.seq)
+        if batch.lease == delivery.lease and self.store.ledger.give_back(batch.seq):
+            logger.warning("batch %d was not received (the client closed the connection); it will be delivered again", batch.seq)
 
     def _sent(self, seq: int) -> None:
         if (sending := self._sending.pop(seq, None)) is not None:
