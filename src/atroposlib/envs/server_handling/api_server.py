@@ -34,7 +34,7 @@ Reply = TypeVar("Reply")
 TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[Any]]
 """Prompt ids, then per sequence: output ids, their log-probs, the finish reason."""
 
-# Set by the manager while another healthy server could take the call: then a dead server fails at once instead of waiting.
+# Set by the manager, which hands over or waits for all its servers together: a dead server then fails at once.
 can_fail_over: ContextVar[bool] = ContextVar("atropos_can_fail_over", default=False)
 
 

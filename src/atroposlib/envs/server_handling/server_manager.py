@@ -52,6 +52,11 @@ logger = logging.getLogger(__name__)
 STAND_IN_POLL_S = 0.02
 WAIT_MESSAGE_INTERVAL_S = 30.0
 DEFAULT_SERVER_WAIT_S = 600.0
+MAX_EXTRA_TRIES = 3
+
+
+def _is_healthy(server: Any) -> bool:
+    return bool(getattr(server, "server_healthy", True))
 
 
 class ServerManagerConfig(BaseModel):
@@ -78,7 +83,7 @@ class ServerManager:
     proxy_url: str | None = None
     use_proxy: bool = False
     tool_parser: str | None = None
-    _capacity: Signal | None = None
+    _free_slots: tuple[Signal, Signal] | None = None  # one for training, one for evaluation
     _last_wait_message: float = 0.0
 
     def __init__(
@@ -140,34 +145,45 @@ class ServerManager:
         split = kwargs.get("split", "train")
         tried: list[Any] = []
         while True:
-            server = await self._acquire_server(is_train=split == "train")
-            others = [other for other in self.servers if other is not server and other not in tried]
+            server = await self._acquire_server(is_train=split == "train", avoid=tried)
             previous = can_fail_over.get()
-            can_fail_over.set(any(getattr(other, "server_healthy", True) for other in others))
+            can_fail_over.set(True)
             try:
                 return await getattr(server, method)(**{**kwargs, "split": split})
             except InferenceTimeoutError:
                 raise
             except InferenceServerError as error:
-                if not error.retryable or not can_fail_over.get():
-                    raise
-                logger.info("%s failed on one server and goes to another: %s", method, error)
                 tried.append(server)
+                if not error.retryable or not self._can_hand_over(server, tried):
+                    raise
+                logger.info("%s failed and is asked again: %s", method, error)
             finally:
                 can_fail_over.set(previous)
 
+    def _can_hand_over(self, failed: Any, tried: list[Any]) -> bool:
+        if len(tried) >= len(self.servers) + MAX_EXTRA_TRIES:
+            return False
+        is_down = not getattr(failed, "server_healthy", True)  # then it, or another, is waited for
+        return is_down or any(_is_healthy(server) for server in self.servers if server not in tried)
+
     # -- choosing a server ------------------------------------------------------------------------------------------
 
-    async def _acquire_server(self, is_train: bool) -> Any:
+    async def _acquire_server(self, is_train: bool, avoid: Sequence[Any] = ()) -> Any:
         deadline = time.monotonic() + self._server_wait_s()
+        has_waited = False
         while True:
-            loads = snapshot(self.servers, is_train)
+            fresh = [server for server in self.servers if server not in avoid and _is_healthy(server)]
+            candidates = fresh or self.servers
+            loads = snapshot(candidates, is_train)
             index = pick_for_request(loads)
             if index is not None:
-                return self.servers[index]
+                if has_waited:  # more than one slot may have opened at once
+                    self._free_slot(is_train).notify_one()
+                return candidates[index]
+            has_waited = True
             if any(load.healthy for load in loads):
                 # All slots are taken: their holders finish or time out, so this wait ends by itself.
-                await self._wait_for_capacity(None)
+                await self._wait_for_slot(is_train, None)
                 deadline = time.monotonic() + self._server_wait_s()
                 continue
             self._watch_all()
@@ -175,18 +191,24 @@ class ServerManager:
             if left <= 0:
                 raise InferenceUnavailableError(self._all_down_message(), url=self._names(), retryable=True)
             self._say_waiting(left)
-            await self._wait_for_capacity(min(left, WAIT_MESSAGE_INTERVAL_S))
+            await self._wait_for_slot(is_train, min(left, WAIT_MESSAGE_INTERVAL_S))
 
-    async def _wait_for_capacity(self, timeout_s: float | None) -> None:
-        if self._capacity is None:
-            self._capacity = Signal()
+    def _free_slot(self, is_train: bool) -> Signal:
+        if self._free_slots is None:
+            train, evaluation = self._free_slots = Signal(), Signal()
             for server in self.servers:
-                for source in (server.sem, server.eval_sem, getattr(server, "health_changed", None)):
+                sources = [(server.sem, train.notify_one), (server.eval_sem, evaluation.notify_one)]
+                health = getattr(server, "health_changed", None)
+                sources += [(health, train.notify_all), (health, evaluation.notify_all)]
+                for source, notify in sources:
                     if source is not None and hasattr(source, "subscribe"):
-                        source.subscribe(self._capacity.notify_one)
+                        source.subscribe(notify)
+        return self._free_slots[0 if is_train else 1]
+
+    async def _wait_for_slot(self, is_train: bool, timeout_s: float | None) -> None:
         if not all(isinstance(server, APIServer) for server in self.servers):
             timeout_s = STAND_IN_POLL_S if timeout_s is None else min(timeout_s, STAND_IN_POLL_S)
-        await self._capacity.wait(timeout_s)
+        await self._free_slot(is_train).wait(timeout_s)
 
     def _server_wait_s(self) -> float:
         waits = [getattr(getattr(server, "config", None), "server_wait_s", None) for server in self.servers]

@@ -104,7 +104,9 @@ async def test_a_5xx_is_retried_and_counted(harness: HarnessServer) -> None:
 async def test_the_last_5xx_is_the_error_with_its_cause(harness: HarnessServer) -> None:
     harness.fail_next(3, status=500, body="CUDA out of memory")
     server = OpenAIServer(_config(harness))
-    with pytest.raises(InferenceServerError, match=rf"{harness.base_url}/chat/completions.*500.*CUDA out of memory") as caught:
+    with pytest.raises(
+        InferenceServerError, match=rf"{harness.base_url}/chat/completions.*500.*CUDA out of memory"
+    ) as caught:
         await server.chat_completion(messages=MESSAGES)
     assert (caught.value.status, caught.value.body) == (500, "CUDA out of memory")
     assert len(harness.requests) == 3
@@ -233,7 +235,9 @@ async def test_weight_reaches_both_limits() -> None:
     assert (server.sem.free_slots(), server.eval_sem.free_slots()) == (5, 2)
 
 
-def _inject(base_url: str | None, reasoning: ReasoningConfig | None, kind: type[APIServer] = StubServer, **kwargs: Any) -> Any:
+def _inject(
+    base_url: str | None, reasoning: ReasoningConfig | None, kind: type[APIServer] = StubServer, **kwargs: Any
+) -> Any:
     server = kind([]) if kind is StubServer else kind(APIServerConfig(base_url=base_url))  # type: ignore[arg-type,call-arg]
     server.config.base_url = base_url
     server.reasoning_config = reasoning
@@ -266,5 +270,10 @@ def test_errors_survive_pickling() -> None:
     error = InferenceTimeoutError("slow", url="u", status=504, body="b", retryable=True)
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), copy.url, copy.status, copy.body, copy.retryable) == (
-        InferenceTimeoutError, "slow", "u", 504, "b", True,
+        InferenceTimeoutError,
+        "slow",
+        "u",
+        504,
+        "b",
+        True,
     )

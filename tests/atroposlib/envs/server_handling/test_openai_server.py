@@ -146,7 +146,9 @@ A, B = {"base_url": "http://a/v1", "model_name": "a"}, {"base_url": "http://b/v1
 D, E = APIServerConfig(base_url="http://d/v1"), APIServerConfig(base_url="http://e/v1")
 
 
-def _resolve(default: Any, yaml: Any = None, flags: dict[str, Any] | None = None, merged: dict[str, Any] | None = None) -> Any:
+def _resolve(
+    default: Any, yaml: Any = None, flags: dict[str, Any] | None = None, merged: dict[str, Any] | None = None
+) -> Any:
     return resolve_openai_configs(
         default, merged or {}, {"openai": yaml} if yaml is not None else {}, flags or {}, logging.getLogger("test")
     )

@@ -86,7 +86,13 @@ async def test_given_text_is_scored(harness: HarnessServer) -> None:
     assert scored["prompt_topk_token_ids"] == [[], [60, 61], [70, 71]]
     assert scored["prompt_topk_logprobs"][1] == [deterministic_logprob(60, 1), deterministic_logprob(60, 1) - 1]
     body = harness.bodies("/generate")[0]
-    assert (body["prompt_logprobs"], body["n"], body["temperature"], body["top_p"], body["max_tokens"]) == (2, 1, 0.0, 1.0, 1)
+    assert (body["prompt_logprobs"], body["n"], body["temperature"], body["top_p"], body["max_tokens"]) == (
+        2,
+        1,
+        0.0,
+        1.0,
+        1,
+    )
     assert (await _server(harness).get_logprobs(prompt="ab"))["prompt_tokens"] == harness.tokenizer.encode("ab")
 
 
@@ -133,6 +139,9 @@ def test_the_resolver_is_importable_from_both_backends() -> None:
 
 
 def test_the_tokenizer_is_loaded_by_name(tiny_tokenizer_dir: Any) -> None:
-    for settings in ({"model_name": str(tiny_tokenizer_dir)}, {"model_name": "m", "tokenizer_name": str(tiny_tokenizer_dir)}):
+    for settings in (
+        {"model_name": str(tiny_tokenizer_dir)},
+        {"model_name": "m", "tokenizer_name": str(tiny_tokenizer_dir)},
+    ):
         server = VLLMServer(APIServerConfig(base_url="http://x/v1", **settings))
         assert server.tokenizer.encode("a") == [server.tokenizer.convert_tokens_to_ids("a")]
