@@ -118,6 +118,8 @@ def log_samples(metrics: StepMetrics, samples: Sequence[TrainingSample], version
 
 def log_sums(metrics: StepMetrics, sums: dict[str, float]) -> None:
     """Token means from the sums of the loss."""
+    if "loss" in sums:
+        metrics.put("train/loss", sums["loss"])
     tokens, known = sums.get("tokens", 0.0), sums.get("known", 0.0)
     if not tokens:
         return

@@ -202,6 +202,7 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
                     self.accelerator.backward(result.loss * self.accelerator.num_processes)
             self._collect(result)
             total = total + result.loss.detach() * self.accelerator.num_processes
+        self._sums["loss"] = self._sums.get("loss", 0.0) + float(total) / self.accelerator.num_processes
         return total
 
     def compute_loss(

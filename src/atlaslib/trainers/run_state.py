@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import math
 import os
 import signal
 import threading
@@ -185,12 +184,11 @@ def any_process(accelerator: Any, flag: bool) -> bool:
 
 
 def sum_over_processes(accelerator: Any, sums: dict[str, float]) -> dict[str, float]:
-    """Each value summed over the processes; all must have the same names."""
-    if accelerator.num_processes == 1 or not sums:
+    """Each value summed over the processes; a process without samples may lack some names."""
+    if accelerator.num_processes == 1:
         return sums
-    names = sorted(sums)
-    values = torch.tensor(
-        [sums[name] if math.isfinite(sums[name]) else 0.0 for name in names], device=accelerator.device
-    )
-    total = accelerator.reduce(values, reduction="sum")
-    return dict(zip(names, [float(value) for value in total], strict=True))
+    total: dict[str, float] = {}
+    for part in gather_lists(accelerator, [sums]):
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total

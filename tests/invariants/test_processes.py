@@ -1,0 +1,151 @@
+"""Runs in processes of their own: killed and resumed, one and two processes, sharded."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parent / "process_run.py"
+
+
+@pytest.fixture
+def launch(tmp_path: Path, tiny_tokenizer_dir: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the script with config ``options``; ``processes`` > 1 goes through torchrun."""
+
+    def start(
+        name: str,
+        *,
+        processes: int = 1,
+        here: bool = False,
+        extra: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+        **options: Any,
+    ) -> Any:
+        config: dict[str, Any] = {
+            "output_dir": str(tmp_path / name),
+            "per_device_train_batch_size": 8 // processes,
+            "num_generations": 4,
+            "max_completion_length": 6,
+            "max_steps": 5,
+            "beta": 0.04,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "report_to": "none",
+            "save_strategy": "no",
+            "use_cpu": True,
+            "disable_tqdm": True,
+            **options,
+        }
+        settings = tmp_path / f"{name}.json"
+        settings.write_text(json.dumps({"config": config, "tokenizer": str(tiny_tokenizer_dir), **(extra or {})}))
+        if here:
+            return run_here(settings)
+        command = [sys.executable, str(SCRIPT), str(settings)]
+        if processes > 1:
+            command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(environment or {})}
+        return subprocess.run(command, env=variables, text=True, capture_output=True, timeout=280, check=False)
+
+    return start
+
+
+def run_here(settings: Path) -> subprocess.CompletedProcess[str]:
+    """The same run in the test's own process, which has torch loaded already."""
+    was = torch.are_deterministic_algorithms_enabled()
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        import process_run
+
+        process_run.main(str(settings))
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+        torch.use_deterministic_algorithms(was)
+    return subprocess.CompletedProcess([], 0, "", "")
+
+
+def weights(tmp_path: Path, name: str) -> dict[str, torch.Tensor]:
+    loaded: dict[str, torch.Tensor] = torch.load(tmp_path / name / "weights.pt")
+    return loaded
+
+
+def succeeded(result: subprocess.CompletedProcess[str]) -> None:
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+
+
+DETERMINISTIC = {
+    "deterministic": True,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "num_iterations": 2,
+    "gradient_accumulation_steps": 1,
+}
+
+
+def check_resumed(tmp_path: Path) -> None:
+    first, second = weights(tmp_path, "straight"), weights(tmp_path, "broken")
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+    steps = [json.loads(line)["step"] for line in (tmp_path / "broken" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5]
+
+
+def test_killed_and_resumed_equals_uninterrupted_to_the_bit(launch: Any, tmp_path: Path) -> None:
+    launch("straight", here=True, **DETERMINISTIC)
+    # SIGKILL in the middle of the iterations on one batch
+    assert launch("broken", extra={"kill_at": 3}, **DETERMINISTIC).returncode == -signal.SIGKILL
+    launch("broken", here=True, extra={"resume": True}, **DETERMINISTIC)
+    check_resumed(tmp_path)
+
+
+@pytest.mark.slow
+def test_killed_while_writing_a_checkpoint(launch: Any, tmp_path: Path) -> None:
+    succeeded(launch("straight", **DETERMINISTIC))
+    assert launch("broken", extra={"kill_at": 2}, **DETERMINISTIC).returncode == -signal.SIGKILL
+    assert (
+        launch("broken", extra={"resume": True, "kill_while_saving": 4}, **DETERMINISTIC).returncode == -signal.SIGKILL
+    )
+    succeeded(launch("broken", extra={"resume": True}, **DETERMINISTIC))
+    check_resumed(tmp_path)
+
+
+def test_sigterm_saves_and_leaves(launch: Any, tmp_path: Path) -> None:
+    result = launch(
+        "stopped",
+        here=True,
+        extra={"kill_at": 2, "signal": int(signal.SIGTERM)},
+        max_steps=50,
+        save_strategy="steps",
+        save_steps=40,
+    )
+    succeeded(result)
+    # the signal arrives at the end of step 2; the step in progress is finished and saved
+    state = json.loads((tmp_path / "stopped" / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["global_step"] == 3
+
+
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_two_processes_equal_one(accumulation: int, launch: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "optim": "sgd",
+        "learning_rate": 0.5,
+        "max_grad_norm": 0.0,
+        "max_steps": 2,
+        "gradient_accumulation_steps": accumulation,
+    }
+    succeeded(launch("one", here=True, **options))
+    succeeded(launch("two", processes=2, **options))
+    first, second = weights(tmp_path, "one"), weights(tmp_path, "two")
+    for name, value in first.items():
+        torch.testing.assert_close(
+            second[name], value, rtol=0, atol=3e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
