@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -87,6 +88,14 @@ def serve(options: argparse.Namespace) -> int:
     print(f"rollout server on http://{host}:{port} ({where})", flush=True)
     if not options.no_live_page:
         print(f"live page: http://{host}:{port}/live", flush=True)
+
+    def told_to_stop(*_: object) -> None:
+        # uvicorn stops in order on the first signal and then raises it once more for us: that one ends nothing.
+        if not server.started:
+            raise SystemExit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, told_to_stop)
     try:
         server.run(sockets=[sock])
     finally:

@@ -1,0 +1,302 @@
+"""What survives a kill, what a full disk does, what the journal costs in space."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from rollout_calls import Caller, env_registration, group, registration
+
+from atroposlib.api.events import BatchAcked, BatchFormed, Committed, GroupAdded, Registered
+from atroposlib.api.journal import Journal
+from atroposlib.api.leases import LeaseState
+from atroposlib.api.schemas import Registration
+from atroposlib.api.service import RolloutService
+from atroposlib.api.store import RolloutStore
+from atroposlib.api.wire import parse_json_groups
+from atroposlib.errors import JournalError
+from atroposlib.testing.api import ApiProcess, serve_api
+
+
+@pytest.fixture
+def durable(tmp_path: Path) -> Iterator[ApiProcess]:
+    with serve_api("--no-live-page", data_dir=tmp_path / "data", log_file=tmp_path / "log") as api:
+        yield api
+
+
+def _kill(api: ApiProcess) -> None:
+    api.kill()
+    api.restart()
+
+
+def test_a_killed_server_comes_back_where_it_was(durable: ApiProcess) -> None:
+    call = Caller(durable.url)
+    call.start(envs=2, batch_size=8, starting_step=3, env={"min_batch_allocation": 0.25})
+    for mark in range(5):
+        call.post("/scored_data", group(mark, env_id=0, group_id=f"g{mark}"))
+    call.post("/scored_data", group(9, size=1, env_id=1))
+    assert call.post("/disconnect-env", {"env_id": 1})["status"] == "success"
+    before = [call.get("/status"), call.get("/info"), call.get("/wandb_info"), call.get("/status-env", params={"env_id": 0}), call.get("/latest_example")]
+    _kill(durable)
+    after = [call.get("/status"), call.get("/info"), call.get("/wandb_info"), call.get("/status-env", params={"env_id": 0}), call.get("/latest_example")]
+    assert after == before
+    assert call.post("/scored_data", group(0, env_id=0, group_id="g0")) == {"status": "received"}  # remembered
+    assert call.get("/status")["queue_size"] == 5
+    assert call.post("/register-env", env_registration())["wandb_name"] == "env_1"  # it had left
+    assert call.post("/scored_data", group(8, size=3, env_id=1)) == {"status": "buffered", "buffer_size": 0}  # 1 + 3, over the kill
+    assert [call.batch(), call.batch(), call.batch(), call.batch()] == [[0, 1], [2, 3], [4, 9, 8], None]
+    assert call.get("/status")["current_step"] == 6
+
+
+def test_a_batch_received_before_the_kill_is_not_delivered_twice(durable: ApiProcess) -> None:
+    call = Caller(durable.url)
+    call.start()
+    for mark in range(3):
+        call.post("/scored_data", group(mark))
+    assert call.batch() == [0]
+    time.sleep(0.5)  # the server has noted that the reply arrived
+    _kill(durable)
+    assert call.get("/status") == {"current_step": 1, "queue_size": 2}
+    assert [call.batch(), call.batch(), call.batch()] == [[1], [2], None]
+
+
+def test_positions_survive(durable: ApiProcess) -> None:
+    call = Caller(durable.url)
+    call.start()
+    call.post("/scored_data_list", [group(mark) for mark in range(6)])
+    for seq in range(1, 5):
+        assert call.get(f"/batch?client=ours&after={seq - 1}")["batch_seq"] == seq
+    call.post("/ack", {"batch_seq": 3})
+    call.post("/commit", {"batch_seq": 1, "step": 1})
+    _kill(durable)
+    assert call.get("/batch?client=ours")["batch_seq"] == 4  # unacknowledged
+    _kill(durable)
+    call.post("/register", registration(resume_after=1, starting_step=1))
+    replies = [call.get(f"/batch?client=ours&after={seq}") for seq in range(1, 6)]
+    assert [(reply["batch_seq"], reply["batch"][0]["tokens"][0][0]) for reply in replies] == [(seq, seq - 1) for seq in range(2, 7)]
+    assert call.get("/batch?client=ours&after=6") == {"batch": None}
+    assert call.get("/status")["current_step"] == 6
+
+
+def test_a_reset_survives(durable: ApiProcess) -> None:
+    call = Caller(durable.url)
+    call.start()
+    call.post("/scored_data", group(1))
+    assert requests.post(f"{durable.url}/reset_data", timeout=10).status_code == 200
+    _kill(durable)
+    assert call.get("/info")["batch_size"] == -1
+    call.start()
+    assert call.batch() is None
+
+
+def test_an_orderly_stop_keeps_everything_too(durable: ApiProcess) -> None:
+    call = Caller(durable.url)
+    call.start()
+    call.post("/scored_data", group(1))
+    durable.stop()
+    durable.restart()
+    assert call.batch() == [1]
+
+
+def test_a_second_server_on_the_same_folder_is_refused(durable: ApiProcess, tmp_path: Path) -> None:
+    other = ApiProcess(["--data-dir", str(tmp_path / "data"), "--no-live-page"], 0, tmp_path / "other")
+    with pytest.raises(RuntimeError, match="ended with"):
+        other.start()
+    assert "used by another rollout server" in (tmp_path / "other").read_text()
+
+
+def test_a_file_size_limit_acts_like_a_full_disk(tmp_path: Path) -> None:
+    """The kernel refuses to let the journal grow: groups get 507 and can be sent again; what was accepted is all there."""
+    with serve_api("--no-live-page", data_dir=tmp_path, log_file=tmp_path / "log") as api:
+        call = Caller(api.url)
+        call.start()
+        call.post("/scored_data", group(1))
+        import resource
+
+        resource.prlimit(api.pid, resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+        big = group(2, length=20_000)
+        reply = requests.post(f"{api.url}/scored_data", json=big, timeout=10)
+        assert reply.status_code == 507
+        assert "cannot be written" in reply.json()["detail"]
+        assert call.post("/scored_data", group(3)) == {"status": "received"}  # what still fits is taken
+        assert call.get("/status")["queue_size"] == 2
+        resource.prlimit(api.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert call.post("/scored_data", big) == {"status": "received"}
+        api.kill()
+        api.restart()
+        assert [call.batch(), call.batch(), call.batch(), call.batch()] == [[1], [3], [2], None]
+
+
+# ---- the journal itself -----------------------------------------------------------------------------------------------
+
+
+def _run(folder: Path, work: Callable[[RolloutService], Any], **options: Any) -> tuple[RolloutStore, Any]:
+    """Open a service on a folder, do something, close it."""
+
+    async def main() -> tuple[RolloutStore, Any]:
+        store = RolloutStore()
+        service = RolloutService(store, Journal(folder, **options))
+        await service.open()
+        try:
+            return store, await work(service)
+        finally:
+            await service.close()
+
+    return asyncio.run(main())
+
+
+async def _fill(service: RolloutService, count: int = 20, length: int = 200) -> None:
+    await service.register(Registration(**registration(batch_size=4)))
+    for mark in range(count):
+        body = str(group(mark, length=length)).replace("'", '"').encode()
+        await service.submit(parse_json_groups(body, many=False))
+
+
+async def _take(service: RolloutService, count: int) -> list[int]:
+    taken = []
+    for _ in range(count):
+        delivery = await service.next_batch(plain=False, after=taken[-1] if taken else None)
+        assert delivery is not None
+        await service.delivered(delivery)
+        taken.append(delivery.batch.seq)
+    return taken
+
+
+def _segments(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.log"))
+
+
+@pytest.mark.parametrize("durability", ["safe", "interval", "none"])
+def test_every_durability_writes_before_answering(tmp_path: Path, durability: Any) -> None:
+    _run(tmp_path, lambda s: _fill(s, 3), durability=durability)
+    store, _ = _run(tmp_path, lambda s: asyncio.sleep(0))
+    assert [store.groups[key].size for key in sorted(store.groups)] == [4, 4, 4]
+
+
+def test_segments_are_dropped_when_all_in_them_is_committed(tmp_path: Path) -> None:
+    async def work(service: RolloutService) -> list[int]:
+        await _fill(service, 40)
+        full = len(_segments(tmp_path))
+        seqs = await _take(service, 30)
+        await service.ack(30)
+        await asyncio.sleep(0.1)
+        kept = len(_segments(tmp_path))  # acknowledged is not enough
+        await service.commit(30, 30)
+        await _fill(service, 8)  # makes new segments, which tidies
+        await asyncio.sleep(0.1)
+        return [full, kept, len(_segments(tmp_path)), len(seqs)]
+
+    _, (full, kept, left, _) = _run(tmp_path, work, segment_bytes=10_000)
+    assert full >= 8
+    assert kept >= full
+    assert left <= full // 2 + 3
+    store, _ = _run(tmp_path, lambda s: asyncio.sleep(0), segment_bytes=10_000)
+    assert len(store.groups) == 18
+    assert store.ledger.committed == 30
+    assert store.ledger.next_seq == 31
+
+
+def test_acknowledged_batches_leave_memory_and_come_back_from_disk(tmp_path: Path) -> None:
+    async def work(service: RolloutService) -> list[bytes]:
+        await _fill(service, 3)
+        await _take(service, 2)
+        await service.ack(2)
+        assert [group.payload is None for group in service.store.groups.values()] == [True, True, False]
+        await service.register(Registration(**registration(batch_size=4, resume_after=0)))
+        delivery = await service.next_batch(plain=False, after=0)
+        assert delivery is not None
+        return [bytes(payload) for payload in delivery.payloads]
+
+    _, (payload,) = _run(tmp_path, work)
+    assert payload.startswith(b'{"tokens":[[0,1,2,')
+
+
+def test_retention_without_commits_is_bounded(tmp_path: Path) -> None:
+    async def work(service: RolloutService) -> None:
+        service.store.retain_bytes = 10_000
+        await _fill(service, 20)
+        await _take(service, 20)
+        await service.ack(20)
+        assert service.store.retained_bytes <= 10_000
+        assert 1 <= len(service.store.ledger.batches) < 10
+        forgotten = service.store.ledger.forgotten
+        with pytest.raises(ValueError, match=f"up to {forgotten} are gone"):
+            await service.register(Registration(**registration(resume_after=forgotten - 1)))
+        await service.register(Registration(**registration(resume_after=forgotten)))
+
+    _run(tmp_path, work)
+
+
+@pytest.mark.parametrize("cut", [1, 7, 19, 25, 500])
+def test_a_torn_tail_is_cut_off(tmp_path: Path, cut: int) -> None:
+    _run(tmp_path, lambda s: _fill(s, 3))
+    (tmp_path / "snapshot").unlink()  # as after a kill: no orderly end
+    names = _segments(tmp_path)
+    last = tmp_path / next(name for name in reversed(names) if (tmp_path / name).stat().st_size > 8)
+    for name in names[names.index(last.name) + 1 :]:
+        (tmp_path / name).unlink()
+    os.truncate(last, last.stat().st_size - cut)
+    store, _ = _run(tmp_path, lambda s: asyncio.sleep(0))
+    assert len(store.groups) == 2
+    _run(tmp_path, lambda s: _fill(s, 1))
+    store, _ = _run(tmp_path, lambda s: asyncio.sleep(0))
+    assert len(store.groups) == 3
+
+
+def test_damage_in_the_middle_is_an_error_not_a_silent_loss(tmp_path: Path) -> None:
+    _run(tmp_path, lambda s: _fill(s, 20), segment_bytes=10_000)
+    (tmp_path / "snapshot").unlink()
+    first = tmp_path / _segments(tmp_path)[0]
+    data = bytearray(first.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    first.write_bytes(data)
+    with pytest.raises(JournalError, match="damaged at byte"):
+        _run(tmp_path, lambda s: asyncio.sleep(0))
+
+
+def test_replaying_the_records_gives_the_same_state_as_the_snapshot(tmp_path: Path) -> None:
+    async def work(service: RolloutService) -> None:
+        await _fill(service, 12)
+        await _take(service, 6)
+        await service.ack(4)
+        await service.commit(2, 2)
+
+    _run(tmp_path, work)
+    by_snapshot, _ = _run(tmp_path, lambda s: asyncio.sleep(0))
+    (tmp_path / "snapshot").unlink()
+    by_records, _ = _run(tmp_path, lambda s: asyncio.sleep(0))
+    for store in (by_snapshot, by_records):
+        assert sorted(store.groups) == list(range(3, 13))
+        assert {seq: (batch.keys, batch.state) for seq, batch in store.ledger.batches.items()} == {
+            3: ([3], LeaseState.ACKED),
+            4: ([4], LeaseState.ACKED),
+            5: ([5], LeaseState.LEASED),
+            6: ([6], LeaseState.LEASED),
+        }
+        assert store.queue.num_groups == 6
+        assert (store.current_step, store.ledger.committed, store.next_key) == (6, 2, 13)
+
+
+def test_events_of_a_killed_process_are_applied_in_order(tmp_path: Path) -> None:
+    store = RolloutStore()
+    store.apply(Registered("g", "p", 4, 10, "c", 1, 0, 9))
+    store.apply(GroupAdded(1, 4, 8, "a", given_id=True), b"x")
+    store.apply(BatchFormed(1, [1]))
+    store.ledger.settle_after_restart()
+    assert store.status() == {"current_step": 0, "queue_size": 1}  # it was never sent
+    store.apply(BatchAcked([1], True))
+    store.apply(Committed(1, 1))
+    assert (store.groups, store.current_step, store.seen.get("a")) == ({}, 1, -1)
+
+
+def test_sigterm_is_an_orderly_end(durable: ApiProcess) -> None:
+    assert durable.process is not None
+    durable.process.send_signal(signal.SIGTERM)
+    assert durable.process.wait(20) == 0
