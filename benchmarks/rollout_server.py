@@ -183,6 +183,11 @@ class Server:
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(text.split("VmRSS:")[1].split()[0]) * 1024
 
+    def cpu_seconds(self) -> float:
+        """Processor time the server has used, all threads: a measure that other work on the machine hardly disturbs."""
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
     def stop(self) -> None:
         self.process.terminate()
         try:
@@ -248,9 +253,15 @@ class Row:
     post_p99_ms: float = 0.0
     batch_ms: float = 0.0
     groups_per_s: float = 0.0
+    post_cpu_ms: float = 0.0
+    batch_cpu_ms: float = 0.0
     bytes_per_token: float = 0.0
     body_bytes_per_token: float = 0.0
-    post_p99_draining_ms: float = 0.0
+
+    @property
+    def cpu_ms(self) -> float:
+        """Processor time of the server for a group, from its POST until it is out of the door."""
+        return self.post_cpu_ms + self.batch_cpu_ms / GROUPS_PER_BATCH
 
 
 @dataclass(kw_only=True)
@@ -282,12 +293,14 @@ def measure(setup: Setup, kind: str, variant: str, length: int, body: Body, batc
             flags=flags,
         )
         take = Load(name="batch", method="GET", path="/batch", headers=body.batch_headers, count=batches)
-        before = server.rss()
+        before, cpu = server.rss(), server.cpu_seconds()
         posted = drive(server.port, setup.client_core, post)["post"]
-        memory = server.rss() - before
+        memory, post_cpu = server.rss() - before, server.cpu_seconds() - cpu
         if server.call("GET", "/status")["queue_size"] != groups:
             raise RuntimeError(f"{kind}: {groups} groups were posted, /status says {server.call('GET', '/status')}")
+        cpu = server.cpu_seconds()
         taken = drive(server.port, setup.client_core, take)["batch"]
+        batch_cpu = server.cpu_seconds() - cpu
         if taken["bytes_in"] < groups * SEQUENCES * length:
             raise RuntimeError(f"{kind}: the batches hold {taken['bytes_in']} bytes, too few for {groups} groups")
         return Row(
@@ -300,6 +313,8 @@ def measure(setup: Setup, kind: str, variant: str, length: int, body: Body, batc
             post_p99_ms=posted["p99_ms"],
             batch_ms=taken["mean_ms"],
             groups_per_s=groups / (posted["seconds"] + taken["seconds"]),
+            post_cpu_ms=1e3 * post_cpu / groups,
+            batch_cpu_ms=1e3 * batch_cpu / batches,
             bytes_per_token=memory / (groups * SEQUENCES * length),
             body_bytes_per_token=body.bytes_per_token,
         )
@@ -373,7 +388,9 @@ class Results:
 
 
 def machine_facts() -> dict[str, Any]:
-    model = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
+    facts = {line.split(":")[0].strip(): line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if ":" in line}
+    part = facts.get("CPU part", "")
+    model = facts.get("model name") or {"0xd0c": "Arm Neoverse N1", "0xd40": "Arm Neoverse V1"}.get(part, f"CPU {part}")
     memory = next((int(line.split()[1]) / 2**20 for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     return {
         "cpu": model,
@@ -411,11 +428,14 @@ def run(setup: Setup, sizes: list[int], variants: list[str], servers: list[str])
                 row = measure(setup, kind, variant, length, bodies[length][variant], batches)
                 results.rows.append(row)
                 old = results.old(length, variant)
-                ratio = f"{row.groups_per_s / old.groups_per_s:8.1f}x" if old else ""
+                ratio = (
+                    f"{row.groups_per_s / old.groups_per_s:6.1f}x (cpu {old.cpu_ms / row.cpu_ms:6.1f}x)" if old else ""
+                )
                 print(
                     f"{length:6d} {variant:7s}{kind:8s} {row.groups_per_s:9.1f} groups/s {ratio}"
-                    f"   POST {row.posts_per_s:9.1f}/s p50 {row.post_p50_ms:8.2f} p99 {row.post_p99_ms:8.2f} ms"
-                    f"   /batch {row.batch_ms:9.1f} ms   {row.bytes_per_token:6.1f} B/token",
+                    f"   POST {row.posts_per_s:9.1f}/s p50 {row.post_p50_ms:8.2f} p99 {row.post_p99_ms:8.2f} cpu"
+                    f" {row.post_cpu_ms:8.3f} ms   /batch {row.batch_ms:9.1f} cpu {row.batch_cpu_ms:8.2f} ms"
+                    f"   {row.bytes_per_token:6.1f} B/token",
                     flush=True,
                 )
     small, big = min(sizes), 4096 if 4096 in sizes else max(sizes)
@@ -450,6 +470,8 @@ def table_rows(results: Results) -> list[list[str]]:
                 row.server,
                 f"{row.groups_per_s:.1f}",
                 ratio_text(row.groups_per_s, base and base.groups_per_s),
+                f"{row.cpu_ms:.2f}",
+                ratio_text(row.cpu_ms, base and base.cpu_ms, lower_is_better=True),
                 f"{row.posts_per_s:.1f}",
                 ratio_text(row.posts_per_s, base and base.posts_per_s),
                 f"{row.post_p50_ms:.1f} / {row.post_p99_ms:.1f}",
@@ -463,8 +485,8 @@ def table_rows(results: Results) -> list[list[str]]:
 
 
 COLUMNS = [
-    *("tokens", "form", "server", "groups/s", "ratio", "POST/s", "ratio", "POST p50 / p99 ms", "/batch ms", "ratio"),
-    *("B/token held", "B/token sent"),
+    *("tokens", "form", "server", "groups/s", "ratio", "CPU ms/group", "ratio", "POST/s", "ratio", "POST p50 / p99 ms"),
+    *("/batch ms", "ratio", "B/token held", "B/token sent"),
 ]
 
 
