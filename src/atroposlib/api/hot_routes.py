@@ -43,6 +43,8 @@ Handler = Callable[[Scope, Receive, Send], Awaitable[int]]
 
 _BINARY = BINARY_TYPE.encode()
 _CHUNK = 256 * 1024
+_JSON_ON_LOOP, _BINARY_ON_LOOP = 3 * 2**19, 32 * 2**20
+"""Bodies up to this size are read in at most a few milliseconds, on the loop: on a thread the interpreter lock would cost more."""
 HOT_PATHS = frozenset({"/scored_data", "/scored_data_list", "/batch", "/status", "/status-env"})
 _QUIET_PATHS = HOT_PATHS | {"/healthz", "/metrics", "/heartbeat", "/ack", "/commit", "/report"}  # called so often that a line per request is noise
 _REFUSALS = (WireError, HttpError, JournalError)
@@ -130,7 +132,7 @@ class HotRoutes:
         """Validate and store what was posted; status and body of the answer."""
         try:
             if encoding:
-                body = await asyncio.to_thread(decode_body, bytes(body), encoding, self.limits.max_decoded_bytes)
+                body = await self._decode(bytes(body), encoding)
             if path == "/scored_data":
                 return 200, _answer_one((await self._submit(await self._parse(body, content_type, many=False)))[0])
             return 200, _answer_many(await self._submit(await self._parse(body, content_type, many=True)))
@@ -138,10 +140,15 @@ class HotRoutes:
             status, detail = _refusal(error)
             return status, msgspec.json.encode({"detail": detail})
 
+    async def _decode(self, body: bytes, encoding: bytes) -> bytes:
+        if len(body) <= OFF_LOOP_BYTES:
+            return decode_body(body, encoding, self.limits.max_decoded_bytes)
+        return await asyncio.to_thread(decode_body, body, encoding, self.limits.max_decoded_bytes)
+
     async def _parse(self, body: bytes, content_type: bytes, *, many: bool) -> list[WireGroup]:
         parse = binary.parse_binary_groups if content_type.startswith(_BINARY) else parse_json_groups
         try:
-            if len(body) > OFF_LOOP_BYTES and parse is parse_json_groups:
+            if len(body) > (_BINARY_ON_LOOP if parse is binary.parse_binary_groups else _JSON_ON_LOOP):
                 return await asyncio.to_thread(parse, body, many=many)
             return parse(body, many=many)
         except WireError as error:
