@@ -138,7 +138,7 @@ OLD_MAIN = (
 class Server:
     """A server process on its own core."""
 
-    def __init__(self, kind: str, core: int, folder: Path) -> None:
+    def __init__(self, kind: str, core: int, folder: Path, *, live_page: bool = False) -> None:
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             self.port = int(sock.getsockname()[1])
@@ -147,6 +147,7 @@ class Server:
         else:
             command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(self.port)]
             data = folder / f"data-{self.port}"
+            command += [] if live_page else ["--no-live-page"]
             command += ["--in-memory"] if kind == "memory" else ["--data-dir", str(data)]
         self.log = (folder / f"{kind}-{self.port}.log").open("wb")
         self.process = subprocess.Popen(
