@@ -1,0 +1,308 @@
+"""``atropos train``: any parameter from the command line, as ``key=value`` or ``--key value``, or from YAML files.
+
+Everything is read and checked before torch is imported: ``--help`` and a misspelt key answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from atlaslib.errors import ConfigError, unknown_name_message
+from atlaslib.trainers.grpo_fields import Parameter, all_parameters
+
+RUN_KEYS: dict[str, str] = {
+    "config": "YAML file(s) with parameters; later ones and the command line win. A bare FILE.yaml does the same.",
+    "trainer": "grpo (default), teacher, gkd or sft.",
+    "train_dataset": "Prompts: FILE.jsonl / .json / .csv, module:function that returns rows, or a hub data set NAME or NAME:SPLIT.",
+    "eval_dataset": "The same, for evaluation.",
+    "reward_funcs": "Rewards, comma-separated: names of registered rewards, module:function, or sequence-classification models.",
+    "peft": "LoRA settings as peft.r=8, peft.lora_alpha=16, peft.target_modules=[q_proj,v_proj], ...",
+    "student_model": "trainer=teacher: the student (folder, hub id or endpoint URL).",
+    "teacher_model": "trainer=gkd: the teacher (folder or hub id).",
+    "trainer_kwargs": "Further arguments of the trainer's constructor as trainer_kwargs.NAME=VALUE.",
+    "resume": "auto (default: the newest complete checkpoint if there is one), true (it must be there), false, or a checkpoint folder.",
+    "save_final_model": "Folder for the trained model; default OUTPUT_DIR/final_model, 'none' = not saved.",
+}
+TRAINERS = {
+    "grpo": "atlaslib.trainers.grpo:GRPOTrainer",
+    "teacher": "atlaslib.trainers.teacher_trainers:TeacherGRPOTrainer",
+    "gkd": "atlaslib.trainers.gkd:GKDTrainer",
+    "sft": "atlaslib.trainers.sft:SFTTrainer",
+}
+NESTED = {"peft", "trainer_kwargs"}
+
+
+def main(argv: list[str]) -> int:
+    """Parse, then train."""
+    if any(word in {"-h", "--help", "help"} for word in argv):
+        print(help_text())
+        return 0
+    settings = parse(argv)
+    run = {key: settings.pop(key) for key in list(settings) if key in RUN_KEYS}
+    return train(settings, run)
+
+
+def help_text() -> str:
+    """All keys with type, default and documentation."""
+    lines = [
+        "usage: atropos train [FILE.yaml ...] [key=value | --key value] ...",
+        "",
+        "example: atropos train model_name_or_path=my/model train_dataset=prompts.jsonl reward_funcs=accuracy num_generations=8",
+        "",
+        "What to run:",
+    ]
+    lines += [_entry(f"{name}=...", text) for name, text in RUN_KEYS.items()]
+    for title, inherited in (
+        ("Parameters of GRPOConfig:", False),
+        ("Inherited from transformers.TrainingArguments:", True),
+    ):
+        lines += ["", title]
+        for parameter in all_parameters().values():
+            if parameter.inherited == inherited:
+                head = f"{parameter.name}={parameter.default_text} ({parameter.type_text})"
+                lines.append(_entry(head, parameter.documentation))
+    return "\n".join(lines)
+
+
+def _entry(head: str, text: str) -> str:
+    body = textwrap.fill(text, 116, initial_indent="      ", subsequent_indent="      ") if text else ""
+    return f"  {head}" + (f"\n{body}" if body else "")
+
+
+def parse(argv: list[str]) -> dict[str, Any]:
+    """All settings of the files and the command line; an unknown key is an error with the nearest known name."""
+    pairs = list(_pairs(argv))
+    settings: dict[str, Any] = {}
+    for key, value in pairs:
+        if key == "config":
+            for name in str(value).split(","):
+                _merge(settings, load_yaml(Path(name)))
+    for key, value in pairs:
+        if key != "config":
+            _set(settings, key, value)
+    return settings
+
+
+def _pairs(argv: list[str]) -> list[tuple[str, str]]:
+    """The words as (key, text) pairs; a flag without a value is true."""
+    pairs: list[tuple[str, str]] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        bare = word.removeprefix("--")
+        key, equals, value = bare.partition("=")
+        if equals:
+            pairs.append((key, value))
+        elif not word.startswith("--"):
+            if Path(word).suffix not in {".yaml", ".yml"}:
+                raise ConfigError(f"cannot read {word!r}; parameters look like key=value or --key value")
+            pairs.append(("config", word))
+        elif (
+            words and not words[0].startswith("--") and ("=" not in words[0] or not _is_key(words[0].partition("=")[0]))
+        ):
+            pairs.append((key, words.pop(0)))
+        else:
+            pairs.append((key, "true"))
+    return [(key.replace("-", "_"), value) for key, value in pairs]
+
+
+def _is_key(text: str) -> bool:
+    name = text.split(".")[0]
+    return name in RUN_KEYS or name in all_parameters()
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Parameters of a YAML file; nested tables are allowed where a parameter is a table."""
+    if not path.is_file():
+        raise ConfigError(f"configuration file {path} does not exist")
+    content = yaml.safe_load(path.read_text()) or {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"configuration file {path} must hold key: value lines")
+    settings: dict[str, Any] = {}
+    for key, value in content.items():
+        _set(settings, str(key), value)
+    return settings
+
+
+def _merge(settings: dict[str, Any], more: dict[str, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(settings.get(key), dict):
+            settings[key].update(value)
+        else:
+            settings[key] = value
+
+
+def _set(settings: dict[str, Any], key: str, value: Any) -> None:
+    """Put one value where it belongs, converted to the parameter's type; dots reach into tables."""
+    name, *path = key.split(".")
+    known = all_parameters()
+    if name not in known and name not in RUN_KEYS:
+        raise ConfigError(unknown_name_message("parameter", name, [*known, *RUN_KEYS]))
+    if path:
+        table_like = name in NESTED or "dict" in known[name].type_text if name in known or name in NESTED else False
+        if not table_like:
+            raise ConfigError(f"{key}: {name} is not a table; write {name}=VALUE")
+        table = settings.setdefault(name, {})
+        for part in path[:-1]:
+            table = table.setdefault(part, {})
+        table[path[-1]] = read_value(value)
+    elif name in known:
+        settings[name] = convert(known[name], value)
+    else:
+        settings[name] = read_value(value) if name in NESTED else value
+
+
+def read_value(value: Any) -> Any:
+    """Text as YAML would read it, with 1e-5 as a number too."""
+    if not isinstance(value, str):
+        return value
+    try:
+        loaded = yaml.safe_load(value)
+    except yaml.YAMLError:
+        return value
+    if isinstance(loaded, str):
+        try:
+            return float(loaded)
+        except ValueError:
+            return loaded
+    return loaded
+
+
+def convert(parameter: Parameter, value: Any) -> Any:
+    """``value`` as the type the parameter declares; a value that cannot be one is an error that names both."""
+    kind = parameter.type_text
+    if isinstance(value, str) and value.lower() in {"none", "null", ""} and "None" in kind:
+        return None
+    loaded = read_value(value)
+    if "list" in kind and isinstance(loaded, str) and "str" in kind:
+        return [part.strip() for part in loaded.split(",")] if "," in loaded else loaded
+    if "list" in kind and isinstance(value, str) and "," in value and not isinstance(loaded, list):
+        return [read_value(part.strip()) for part in value.split(",")]
+    if _fits(loaded, kind):
+        return loaded
+    if "str" in kind or "Enum" in kind or "Strategy" in kind or "Names" in kind or "Type" in kind:
+        return str(value)
+    raise ConfigError(f"{parameter.name}={value!r}: expected {kind}")
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return "bool" in kind
+    if isinstance(value, int):
+        return "int" in kind or "float" in kind
+    if isinstance(value, float):
+        return "float" in kind
+    if isinstance(value, list):
+        return "list" in kind
+    if isinstance(value, dict):
+        return "dict" in kind
+    return value is None and "None" in kind
+
+
+def train(settings: dict[str, Any], run: dict[str, Any]) -> int:
+    """Build the trainer and run it."""
+    name = run.get("trainer", "grpo")
+    if name not in TRAINERS:
+        raise ConfigError(unknown_name_message("trainer", str(name), TRAINERS))
+    from atlaslib.trainers.grpo_config import GRPOConfig
+
+    settings.setdefault("output_dir", "atropos_train")
+    config = GRPOConfig(**settings)
+    arguments = _trainer_arguments(name, run, config)
+    trainer = load_object(TRAINERS[name])(args=config, **arguments)
+    resume = run.get("resume", "auto")
+    trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume).lower(), resume))
+    target = run.get("save_final_model") or str(Path(config.output_dir) / "final_model")
+    if str(target).lower() not in {"none", "false"}:
+        trainer.save_model(target)
+    return 0
+
+
+def _trainer_arguments(name: str, run: dict[str, Any], config: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = dict(run.get("trainer_kwargs") or {})
+    for key in ("train_dataset", "eval_dataset"):
+        if run.get(key) is not None:
+            arguments[key] = load_rows(run[key])
+    if run.get("reward_funcs") is not None:
+        given = run["reward_funcs"]
+        arguments["reward_funcs"] = [
+            load_reward(part) for part in (given if isinstance(given, list) else str(given).split(","))
+        ]
+    if run.get("peft"):
+        arguments["peft_config"] = _lora(run["peft"])
+    for key, owner in (("student_model", "teacher"), ("teacher_model", "gkd")):
+        if run.get(key) is not None:
+            if name != owner:
+                raise ConfigError(f"{key} belongs to trainer={owner}, not to trainer={name}")
+            arguments[key] = run[key]
+    return arguments
+
+
+def _lora(settings: dict[str, Any]) -> Any:
+    from peft import LoraConfig
+
+    try:
+        return LoraConfig(**{"task_type": "CAUSAL_LM", **settings})
+    except TypeError as error:
+        raise ConfigError(f"peft: {error}") from error
+
+
+def load_object(path: str) -> Any:
+    """``module:name`` to the object; modules are also found in the present folder."""
+    module_name, _, attribute = path.partition(":")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cannot load {path!r}: {error}") from error
+
+
+def load_reward(text: Any) -> Any:
+    """``module:function`` to the function; anything else is a name the trainer resolves."""
+    name = str(text).strip()
+    return load_object(name) if ":" in name and not name.startswith("http") else name
+
+
+def load_rows(source: Any) -> Any:
+    """Rows of a file, a function or a hub data set."""
+    if not isinstance(source, str):
+        return source
+    path = Path(source)
+    if path.suffix in {".jsonl", ".json", ".csv"}:
+        return read_rows(path)
+    if ":" in source and importlib.util.find_spec(source.split(":")[0].split(".")[0]) is not None:
+        rows = load_object(source)
+        return rows() if callable(rows) else rows
+    from atlaslib.data.hub import load_hub_rows
+
+    return load_hub_rows(source)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSONL, JSON or CSV file."""
+    if not path.is_file():
+        raise ConfigError(f"data file {path} does not exist")
+    if path.suffix == ".csv":
+        import csv
+
+        with path.open(newline="") as file:
+            return list(csv.DictReader(file))
+    text = path.read_text()
+    rows = (
+        json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line.strip()]
+    )
+    if not isinstance(rows, list):
+        raise ConfigError(f"data file {path} must hold a list of rows")
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
