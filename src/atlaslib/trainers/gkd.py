@@ -3,7 +3,7 @@
 Two terms, mixed by ``mix`` (0 to 1):
 
     forward   KL(teacher || student) over the teacher's ``top_k`` candidates at every sampled position   weight 1 - mix
-    reverse   log p_teacher - log p_student of the sampled token as that token's advantage                weight mix
+    reverse   log p_teacher - log p_student of the sampled token, less its mean, as that token's advantage     weight mix
 
 The reported reward is minus the estimated reverse KL per token: it rises towards 0 as the student becomes the teacher.
 """
@@ -78,10 +78,12 @@ class GKDTrainer(GRPOTrainer):
                 self._put_scores(rollout, *(tensor[scores[0] == index] for tensor in scores[1:]))
 
     def annotate(self, samples: list[TrainingSample], made: Sequence[Rollout]) -> list[TrainingSample]:
-        """Token advantages and candidates from the teacher."""
+        """Token advantages (less their mean over the batch: a constant changes the noise, not the direction) and candidates."""
+        gaps = [gap for rollout in made for gap in rollout.extra["teacher_gaps"]]
+        baseline = sum(gaps) / max(len(gaps), 1)
         for sample, rollout in zip(samples, made, strict=True):
             prompt = len(rollout.prompt_ids)
-            sample.advantages = [0.0] * prompt + [self.mix * gap for gap in rollout.extra["teacher_gaps"]]
+            sample.advantages = [0.0] * prompt + [self.mix * (gap - baseline) for gap in rollout.extra["teacher_gaps"]]
             if self.mix < 1.0:
                 sample.distill_token_ids = [[] for _ in range(prompt)] + rollout.extra["teacher_candidates"]
                 sample.distill_logprobs = [[] for _ in range(prompt)] + rollout.extra["teacher_candidate_logprobs"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from atlaslib.errors import ConfigError
 from atlaslib.models.tiny import tiny_llama
 from atlaslib.trainers.gkd import GKDTrainer
 from atlaslib.trainers.grpo_config import GRPOConfig
+from atlaslib.trainers.sft import SFTTrainer
+from atroposlib.testing.tiny_tokenizer import build_tiny_tokenizer
 
-PROMPTS = [{"prompt": f"{a}{b}"} for a in "abcd" for b in "efgh"]
+PROMPTS = [{"prompt": f"{letter}="} for letter in "abcd"]
 
 
 def config(folder: Path, **changes: Any) -> GRPOConfig:
@@ -28,7 +32,7 @@ def config(folder: Path, **changes: Any) -> GRPOConfig:
         "report_to": "none",
         "save_strategy": "no",
         "use_cpu": True,
-        "max_completion_length": 8,
+        "max_completion_length": 4,
         "warmup_ratio": 0.0,
         "max_steps": 40,
     }
@@ -42,11 +46,14 @@ def make(folder: Path, tokenizer: Any, **changes: Any) -> GKDTrainer:
     return GKDTrainer(tiny_llama(seed=2), config(folder, **changes), PROMPTS, processing_class=tokenizer, **options)
 
 
+@functools.cache
 def sharp_teacher() -> Any:
-    """A teacher with clear preferences: a random model with a louder head."""
+    """A teacher that knows something: it doubles the letter before the sign and stops."""
     teacher = tiny_llama(seed=1)
-    with torch.no_grad():
-        teacher.lm_head.weight.mul_(6.0)
+    rows = [{"prompt": row["prompt"], "completion": row["prompt"][0] * 2} for row in PROMPTS]
+    with tempfile.TemporaryDirectory() as folder:
+        args = config(Path(folder), max_steps=80, per_device_train_batch_size=4, learning_rate=5e-3)
+        SFTTrainer(teacher, args=args, train_dataset=rows, processing_class=build_tiny_tokenizer()).train()
     return teacher
 
 
@@ -67,15 +74,24 @@ def test_teacher_scores_the_very_tokens_of_the_student(tmp_path: Path, tiny_toke
         assert rollout.extra["teacher_candidates"][0] == logprobs[start].topk(16).indices.tolist()
 
 
-@pytest.mark.parametrize("mix", [0.0, 0.5, 1.0])
-def test_the_gap_to_the_teacher_shrinks(tmp_path: Path, tiny_tokenizer: Any, mix: float) -> None:
-    rewards: list[float] = []
-    for seed in (0, 1, 2):
-        trainer = make(tmp_path / str(seed), tiny_tokenizer, mix=mix, seed=seed)
-        before = trainer.evaluate(PROMPTS)["eval_reward"]
-        trainer.train()
-        rewards.append(trainer.evaluate(PROMPTS)["eval_reward"] - before)
-    assert min(rewards) > 0.25, rewards
+def learned(folder: Path, tokenizer: Any, *, mix: float, seed: int) -> tuple[float, float]:
+    """Minus the reverse KL per token, before and after."""
+    trainer = make(folder, tokenizer, mix=mix, seed=seed, max_steps=80)
+    before = trainer.evaluate(PROMPTS * 4)["eval_reward"]
+    trainer.train()
+    return before, trainer.evaluate(PROMPTS * 4)["eval_reward"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_student_becomes_the_teacher(tmp_path: Path, tiny_tokenizer: Any, seed: int) -> None:
+    before, after = learned(tmp_path, tiny_tokenizer, mix=0.5, seed=seed)
+    assert before < -3.0
+    assert after > before + 3.5
+
+
+def test_forward_kl_alone_learns_too(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    before, after = learned(tmp_path, tiny_tokenizer, mix=0.0, seed=0)
+    assert after > before + 3.0
 
 
 def test_other_vocabulary_is_refused(tmp_path: Path, tiny_tokenizer: Any) -> None:
