@@ -124,3 +124,7 @@ class RewardComputationError(AtroposError):
 
 class UnknownRewardError(ConfigError, ImportError):
     """No reward function has this name."""
+
+
+class WorkerError(AtroposError, RuntimeError):
+    """A foreign environment's process failed a request, could not start, or ended."""
