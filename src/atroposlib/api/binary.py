@@ -87,7 +87,10 @@ def _check(payload: bytes) -> WireGroup:
             _expect(numbers, total, name)
             _expect_finite(numbers, name)
     if group.advantages is not None:
-        _expect_finite(_array(group.advantages.values, FLOAT, "advantages"), "advantages")
+        values, rows = _array(group.advantages.values, FLOAT, "advantages"), _array(group.advantages.lengths, INT, "advantages")
+        _expect_finite(values, "advantages")
+        if (rows < 0).any() or rows.sum(dtype=np.int64) != values.size:
+            raise WireError(f"'advantages' has {values.size} values and lengths that do not add up to that", "advantages")
     for sequence, messages in enumerate(group.messages or []):
         for turn, message in enumerate(messages):
             if "role" not in message or "content" not in message:
@@ -191,22 +194,25 @@ def decode_group(payload: bytes | memoryview) -> dict[str, Any]:
     """A group in the binary form as a dict with the 14 keys; per-token fields are lists of numpy arrays."""
     group = _decode_group(payload)
     lengths = np.frombuffer(group.lengths, INT)
-    cuts = np.cumsum(lengths)[:-1]
     result: dict[str, Any] = dict.fromkeys(GROUP_FIELDS)
     for name, dtype in (("tokens", INT), ("masks", INT), ("inference_logprobs", FLOAT), ("ref_logprobs", FLOAT)):
         data = getattr(group, name)
         if data is not None:
-            result[name] = np.split(np.frombuffer(data, dtype), cuts)
+            result[name] = _rows(data, dtype, lengths)
     result["scores"] = np.frombuffer(group.scores, SCORE).tolist()
     if group.advantages is not None:
-        ends = np.cumsum(np.frombuffer(group.advantages.lengths, INT))[:-1]
-        result["advantages"] = np.split(np.frombuffer(group.advantages.values, FLOAT), ends)
+        result["advantages"] = _rows(group.advantages.values, FLOAT, np.frombuffer(group.advantages.lengths, INT))
     for name in (*_MESSAGE_FIELDS, "env_id"):
         result[name] = getattr(group, name)
     for name in EXTRA_FIELDS:
         if getattr(group, name) is not None:
             result[name] = getattr(group, name)
     return result
+
+
+def _rows(data: memoryview, dtype: np.dtype[Any], lengths: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """The sequences that were laid one after the other."""
+    return np.split(np.frombuffer(data, dtype), np.cumsum(lengths)[:-1]) if lengths.size else []
 
 
 def to_json(payload: bytes) -> bytes:

@@ -1,0 +1,49 @@
+"""`atropos status` against a real server, and the text it makes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import requests
+
+from atroposlib.cli import status
+from atroposlib.testing.api import free_port, serve_api
+
+GROUP = {"tokens": [[1, 2]] * 4, "masks": [[1, 2]] * 4, "scores": [0.0] * 4, "env_id": 0}
+
+
+def test_the_table_shows_queue_trainer_and_environments(capsys: pytest.CaptureFixture[str]) -> None:
+    with serve_api("--no-live-page") as api:
+        assert status.main(["--url", api.url]) == 0
+        assert "trainer   not registered" in capsys.readouterr().out
+        settings = {"wandb_group": "g", "wandb_project": "p", "batch_size": 8, "max_token_len": 9, "checkpoint_dir": "c",
+                    "save_checkpoint_interval": 1, "starting_step": 3, "num_steps": 100}  # fmt: skip
+        requests.post(f"{api.url}/register", json=settings, timeout=10)
+        requests.get(f"{api.url}/batch", timeout=10)
+        env = {"max_token_length": 9, "desired_name": "maths", "weight": 1.0, "group_size": 4, "min_batch_allocation": 0.25}
+        requests.post(f"{api.url}/register-env", json=env, timeout=10)
+        requests.post(f"{api.url}/scored_data", json=GROUP, timeout=10)
+        assert status.main(["--url", api.url + "/"]) == 0
+        text = capsys.readouterr().out
+        assert "queue     1 groups, 4 sequences" in text
+        assert "trainer   step 3 of 100, batch size 8" in text
+        row = next(line for line in text.splitlines() if "maths_0" in line).split()
+        assert row[:4] == ["0", "maths_0", "alive", "1"]
+        assert row[-3:] == ["4", "1.00", "25%"]
+        assert status.main(["--url", api.url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["queue"]["groups"] == 1
+
+
+def test_no_server_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status.main(["--url", f"http://127.0.0.1:{free_port()}"]) == 1
+    assert "start one with run-api" in capsys.readouterr().err
+
+
+def test_rates_are_taken_between_two_looks() -> None:
+    def look(groups: int, tokens: int) -> dict[str, object]:
+        return {"uptime_s": 10.0, "environments": [{"name": "a", "groups": groups, "tokens": tokens}]}
+
+    assert status.rates(None, look(20, 1000), 0.0) == {"a": (2.0, 100.0)}
+    assert status.rates(look(20, 1000), look(30, 1400), 4.0) == {"a": (2.5, 100.0)}
+    assert status.rates(look(20, 1000), look(0, 0), 1.0) == {"a": (0.0, 0.0)}  # the server started afresh
