@@ -87,10 +87,10 @@ def _check(payload: bytes) -> WireGroup:
             _expect(numbers, total, name)
             _expect_finite(numbers, name)
     if group.advantages is not None:
-        values, rows = _array(group.advantages.values, FLOAT, "advantages"), _array(group.advantages.lengths, INT, "advantages")
-        _expect_finite(values, "advantages")
-        if (rows < 0).any() or rows.sum(dtype=np.int64) != values.size:
-            raise WireError(f"'advantages' has {values.size} values and lengths that do not add up to that", "advantages")
+        flat, rows = _array(group.advantages.values, FLOAT, "advantages"), _array(group.advantages.lengths, INT, "advantages")
+        _expect_finite(flat, "advantages")
+        if (rows < 0).any() or rows.sum(dtype=np.int64) != flat.size:
+            raise WireError(f"'advantages' has {flat.size} values and lengths that do not add up to that", "advantages")
     for sequence, messages in enumerate(group.messages or []):
         for turn, message in enumerate(messages):
             if "role" not in message or "content" not in message:
