@@ -40,8 +40,9 @@ class CurrentEnvironment:
         self.endpoint = endpoint
         self.env = load_environment(resolve_env_config(_with_defaults(name, arguments, endpoint)))
         self._tasks: list[Any] = []
-        self._source = iter(self.env.taskset)
-        self._bounded = bool(self.env.taskset.bounded)
+        taskset = self.env.taskset
+        self._source = iter(taskset if hasattr(taskset, "__iter__") else taskset.load())
+        self._bounded = bool(getattr(taskset, "bounded", not getattr(taskset, "INFINITE", False)))
         if self._bounded:
             self._tasks = list(self._source)
         self._open = contextlib.AsyncExitStack()

@@ -1,0 +1,282 @@
+"""Foreign environments: rewards meet their own rollout's tokens, failures are tried again, a dead worker comes back.
+
+The short tests run the worker against a stand-in for the package; the slow ones against real installations, found under
+``.cache/verifiers-0.4`` and ``.cache/verifiers-0.3`` (``pip install verifiers==0.4.0``, ``==0.3.1``) or named by
+``ATROPOS_VERIFIERS_PYTHON_04`` and ``_03``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import re
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from atroposlib.cli.main import main as atropos
+from atroposlib.cli.serve_verifiers import parse, settings_of
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.server_handling.recorded_endpoint import RecordedEndpoint
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.envs.verifiers_env import VerifiersConfig, VerifiersEnv, split_tasks
+from atroposlib.envs.worker_process import WorkerProcess
+from atroposlib.errors import ConfigError, WorkerError
+from atroposlib.testing.harness_server import HarnessServer
+from atroposlib.testing.scripted_server import script
+
+SAMPLES = Path(__file__).parent / "verifiers_samples"
+ROOT = Path(__file__).parents[3]
+
+
+def counting() -> Callable[[str, int], str]:
+    """A different reply for every call: whoever gets another's tokens is found out."""
+    numbers = itertools.count(1)
+    return lambda prompt, choice: f"code-{next(numbers)}"
+
+
+@asynccontextmanager
+async def running(tiny_tokenizer: Any, reply: Any, **settings: Any) -> AsyncIterator[tuple[Any, HarnessServer]]:
+    folder = tiny_tokenizer.name_or_path
+    with HarnessServer(tokenizer=tiny_tokenizer, reply=reply) as server:
+        config = VerifiersConfig(
+            tokenizer_name=folder, use_wandb=False, group_size=4, max_token_length=200, num_eval_tasks=2, **settings
+        )
+        servers = [APIServerConfig(base_url=server.base_url, model_name=folder, server_type="vllm", health_check=False)]
+        env = VerifiersEnv(config, servers)
+        try:
+            await env.setup()
+            yield env, server
+        finally:
+            await env.stop()
+            await env.server.aclose()
+
+
+def codes(tokenizer: Any, masks: list[int]) -> list[int]:
+    return [int(code) for code in re.findall(r"code-(\d+)", tokenizer.decode([mask for mask in masks if mask != -100]))]
+
+
+async def check_two_turn_groups(env: Any, tokenizer: Any, *, num_groups: int = 2) -> None:
+    """Every sequence of every group holds the code its reward was computed from, as its last trained words."""
+    items = [await env.get_next_item() for _ in range(num_groups)]
+    groups = [group for group, _ in await asyncio.gather(*(env.collect_trajectories(item) for item in items))]
+    seen: set[int] = set()
+    for group, item in zip(groups, items, strict=True):
+        assert len(group["tokens"]) == 4
+        for tokens, masks, logprobs, score in zip(
+            group["tokens"], group["masks"], group["inference_logprobs"], group["scores"], strict=True
+        ):
+            first, last = codes(tokenizer, masks)
+            assert last == score
+            assert first < last
+            text = tokenizer.decode(tokens)
+            assert f"Task {item}: say a code." in text
+            assert text.count("Another one.") == 1
+            assert len(tokens) == len(masks) == len(logprobs)
+            assert all((logprob == 1.0) == (mask == -100) for logprob, mask in zip(logprobs, masks, strict=True))
+            seen |= {first, last}
+    assert len(seen) == num_groups * 4 * 2  # no reply is in two sequences
+
+
+# ---------------------------------------------------------------------- with the stand-in
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setenv("PYTHONPATH", f"{SAMPLES / 'stand_in'}:{SAMPLES}")
+    return {"verifiers_env": "sample-older", "verifiers_python": sys.executable}
+
+
+async def test_rewards_meet_their_own_tokens(tiny_tokenizer: Any, stand_in: dict[str, Any]) -> None:
+    async with running(tiny_tokenizer, counting(), **stand_in) as (env, server):
+        assert list(env.eval_indices) == [0, 1]
+        await check_two_turn_groups(env, tiny_tokenizer)
+        assert env.num_failed_rollouts == 0
+        assert env.endpoint._sessions == {}  # what was read is closed
+
+        # a reward function that raises is not a reward of 0: the rollout is run again
+        texts = iter(["a", "b", "c", "d", "code-7", "nothing", "code-8", "code-9", "again", "code-10"])
+        server.reply = lambda prompt, choice: next(texts)
+        group, _ = await env.collect_trajectories(3)
+        assert sorted(group["scores"]) == [7.0, 8.0, 9.0, 10.0]
+        assert env.num_failed_rollouts == 1
+
+        # one that never works gives no group
+        server.reply = lambda prompt, choice: "nothing"
+        assert await env.collect_trajectories(3) == (None, [])
+
+        # the worker is started again after it has died
+        server.reply = counting()
+        env.worker._process.kill()
+        await env.worker._process.wait()
+        await check_two_turn_groups(env, tiny_tokenizer, num_groups=1)
+        assert env.worker.num_starts == 2
+        await env.evaluate()
+
+
+async def test_endpoint_keeps_rollouts_apart_and_strangers_out(tiny_tokenizer: Any) -> None:
+    manager = ServerManager([], testing=True)
+    script(type("Env", (), {"server": manager, "tokenizer": tiny_tokenizer})(), ["first", "second", "third"])
+    endpoint = RecordedEndpoint(manager, tiny_tokenizer, model_name="policy")
+    await endpoint.start()
+    try:
+        async with aiohttp.ClientSession() as session:
+
+            async def say(text: str, rollout: str) -> str:
+                body = {"model": "x", "messages": [{"role": "user", "content": text}], "max_tokens": 20}
+                async with session.post(
+                    f"{endpoint.base_url}/chat/completions", json=body, headers={"X-Session-ID": rollout}
+                ) as reply:
+                    assert reply.status == 200
+                    return str((await reply.json())["choices"][0]["message"]["content"])
+
+            assert [await say("hi", "a"), await say("hi", "b"), await say("other", "a")] == ["first", "second", "third"]
+            root = endpoint.base_url.split("/rollouts/")[0]
+            for url in (f"{root}/rollouts/guess/v1/chat/completions", f"{root}/sessions/create"):
+                async with session.post(url, json={"messages": [{"role": "user", "content": "x"}]}) as reply:
+                    assert reply.status in (401, 404)
+        assert [codes_of.full_text.count("hi") for codes_of in endpoint.take("b")] == [1]
+        assert len(endpoint.take("a")) == 2  # two conversations are two branches
+        assert endpoint.take("a") == []
+        assert endpoint.take("never") == []
+    finally:
+        await endpoint.stop()
+
+
+async def test_worker_process_errors(tmp_path: Path) -> None:
+    echo = tmp_path / "echo.py"
+    echo.write_text(
+        "import json, os, sys\n"
+        "out = os.fdopen(int(sys.argv[-1]), 'w', buffering=1)\n"
+        "for line in sys.stdin:\n"
+        "    request = json.loads(line)\n"
+        "    if request['op'] == 'die': sys.exit(3)\n"
+        "    reply = {'error': 'no'} if request['op'] == 'fail' else {'result': request['value']}\n"
+        "    out.write(json.dumps({'id': request['id'], **reply}) + '\\n')\n"
+    )
+    worker = WorkerProcess([sys.executable, str(echo)])
+    assert await asyncio.gather(*(worker.call("echo", value=n) for n in range(20))) == list(range(20))
+    with pytest.raises(WorkerError, match="no"):
+        await worker.call("fail")
+    with pytest.raises(WorkerError, match="exit code 3"):
+        await worker.call("die")
+    assert await worker.call("echo", value="alive") == "alive"
+    assert worker.num_starts == 2
+    await worker.stop()
+    await worker.stop()
+    with pytest.raises(WorkerError, match="cannot start"):
+        await WorkerProcess([str(tmp_path / "nothing")]).call("echo")
+
+
+def test_split_tasks() -> None:
+    train, held_out = split_tasks({"api": "v1", "num_tasks": 12, "num_eval_tasks": 12}, 16, seed=0)
+    assert held_out == [0, 1, 2]
+    assert sorted(itertools.islice(train, 9)) == list(range(3, 12))
+    endless, held_out = split_tasks({"api": "v1", "num_tasks": None, "num_eval_tasks": None}, 2, seed=0)
+    assert list(itertools.islice(endless, 3)) == [2, 3, 4]
+    assert held_out == [0, 1]
+    train, held_out = split_tasks({"api": "legacy", "num_tasks": 3, "num_eval_tasks": 5}, 4, seed=0)
+    assert sorted(itertools.islice(train, 3)) == [0, 1, 2]
+    assert held_out == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="no tasks"):
+        split_tasks({"api": "v1", "num_tasks": 0, "num_eval_tasks": 0}, 4, seed=0)
+
+
+def test_command_line() -> None:
+    options, rest = parse(
+        ["my-env", "--python", sys.executable, "--args", '{"a": 1}', "--runtime", "own", "--env.group_size", "2"]
+    )
+    assert rest == ["serve", "--env.group_size", "2"]
+    settings = settings_of(options)
+    assert (settings["verifiers_env"], settings["verifiers_arguments"], settings["verifiers_runtime"]) == (
+        "my-env",
+        {"a": 1},
+        None,
+    )
+    _, rest = parse(["my-env", "process", "--env.total_steps", "3"])
+    assert rest == ["process", "--env.total_steps", "3"]
+    for wrong, message in (
+        ({"args": "{"}, "not JSON"),
+        ({"args": "[1]"}, "JSON object"),
+        ({"python": "/no/such"}, "not a program"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            settings_of(type(options)(**{**vars(options), **wrong}))
+
+
+def test_process_command_writes_groups(
+    tiny_tokenizer: Any, stand_in: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with HarnessServer(tokenizer=tiny_tokenizer, reply=counting()) as server:
+        code = atropos(
+            [
+                "serve-verifiers",
+                "sample-older",
+                "--args",
+                '{"num_tasks": 4}',
+                "process",
+                "--env.tokenizer_name",
+                tiny_tokenizer.name_or_path,
+                "--env.group_size",
+                "2",
+                "--env.total_steps",
+                "2",
+                "--env.use_wandb",
+                "false",
+                "--env.data_path_to_save_groups",
+                str(tmp_path / "out.jsonl"),
+                "--openai.base_url",
+                server.base_url,
+                "--openai.model_name",
+                tiny_tokenizer.name_or_path,
+                "--openai.server_type",
+                "vllm",
+                "--openai.health_check",
+                "false",
+            ]
+        )
+    assert code == 0
+    groups = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert len(groups) == 2
+    for group in groups:
+        assert [codes(tiny_tokenizer, masks)[-1] for masks in group["masks"]] == group["scores"]
+
+
+# ---------------------------------------------------------------------- with real installations
+
+
+def real(version: str, sample: str) -> dict[str, Any]:
+    python = os.environ.get(f"ATROPOS_VERIFIERS_PYTHON_{version.replace('.', '')}") or str(
+        ROOT / ".cache" / f"verifiers-{version}" / "bin" / "python"
+    )
+    if not Path(python).exists():
+        pytest.skip(f"verifiers {version} is not installed at {python}")
+    return {"verifiers_env": sample, "verifiers_python": python}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("version", "sample", "api"),
+    [("0.4", "sample-taskset", "v1"), ("0.3", "sample-older", "legacy"), ("0.3", "sample-taskset", "v1")],
+)
+async def test_real_verifiers(
+    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, version: str, sample: str, api: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SAMPLES))
+    async with running(tiny_tokenizer, counting(), **real(version, sample)) as (env, server):
+        info = await env.worker.call("info")
+        assert (info["api"], info["num_tasks"]) == (api, 8)
+        await check_two_turn_groups(env, tiny_tokenizer, num_groups=3)
+        if api == "v1":
+            assert {metrics["num_turns"] for metrics in env.rollout_metrics} == {2.0}
+        server.reply = lambda prompt, choice: "nothing at all"  # the reward raises: no reward, so no group
+        assert await env.collect_trajectories(5) == (None, [])
+        assert env.num_failed_rollouts >= 4
