@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -47,7 +48,10 @@ class KVCache:
     @staticmethod
     def empty(layers: list[LayerShape], num_blocks: int, block_size: int, device: torch.device) -> KVCache:
         def make(shape: LayerShape, dim: int) -> Tensor:
-            return torch.empty(num_blocks, block_size, shape.kv_heads, dim, dtype=shape.dtype, device=device)
+            size = (num_blocks, block_size, shape.kv_heads, dim)
+            if device.type == "cpu":  # masked places are read, so they must be numbers; zero pages cost nothing
+                return torch.zeros(size, dtype=shape.dtype)
+            return torch.empty(size, dtype=shape.dtype, device=device)
 
         keys = [make(shape, shape.key_dim) for shape in layers]
         return KVCache(keys, [make(shape, shape.value_dim) for shape in layers], block_size)
@@ -57,6 +61,11 @@ class KVCache:
         keys, values = self.keys[layer], self.values[layer]
         keys.view(-1, *keys.shape[2:]).index_copy_(0, slots, key)
         values.view(-1, *values.shape[2:]).index_copy_(0, slots, value)
+
+    def rows(self, tensor: Tensor, tables: Tensor) -> Tensor:
+        """[B, kv_heads, width * block_size, dim] of the blocks in `tables` [B, width]."""
+        picked = tensor.index_select(0, tables.reshape(-1))
+        return picked.view(tables.shape[0], -1, *picked.shape[2:]).transpose(1, 2)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         if not pairs:
@@ -73,7 +82,7 @@ class Span:
     row: int
     count: int
     start: int  # position of the first one
-    blocks: Tensor  # int64, blocks that hold positions [0, start + count)
+    blocks: np.ndarray[Any, Any]  # int64, blocks that hold positions [0, start + count)
 
 
 @dataclass(slots=True)
@@ -107,14 +116,13 @@ def running(context: StepContext) -> Iterator[None]:
 
 
 @contextmanager
-def paged_attention(model: Any) -> Iterator[None]:
-    """The model's attention goes through this module within the block, and through its own after it."""
+def paged_attention(configs: list[Any]) -> Iterator[None]:
+    """Attention goes through this module within the block, and through the model's own after it."""
     register()
-    configs = _configs(model)
     before = [config._attn_implementation for config in configs]
-    for config in configs:
-        if config._attn_implementation != NAME:
-            _own_implementation[id(config)] = config._attn_implementation
+    for config, name in zip(configs, before, strict=True):
+        if name != NAME:
+            _own_implementation[id(config)] = name
         config._attn_implementation_internal = NAME
     try:
         yield
@@ -123,13 +131,9 @@ def paged_attention(model: Any) -> Iterator[None]:
             config._attn_implementation_internal = name
 
 
-def _configs(model: Any) -> list[Any]:
-    """The distinct config objects the modules of the model read."""
-    found: dict[int, Any] = {id(model.config): model.config}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation"):
-            found[id(config)] = config
+def configs_of(modules: list[Any]) -> list[Any]:
+    """The distinct config objects these modules read."""
+    found = {id(c): c for m in modules if hasattr(c := getattr(m, "config", None), "_attn_implementation")}
     return list(found.values())
 
 
@@ -208,8 +212,9 @@ def attend_torch(
         if span.start == 0:
             keys, values = key[:, rows], value[:, rows]
         else:
-            keys = _gather(context.cache.keys[layer], span.blocks, span.start + span.count)
-            values = _gather(context.cache.values[layer], span.blocks, span.start + span.count)
+            blocks = torch.from_numpy(span.blocks).to(query.device)
+            keys = _gather(context.cache.keys[layer], blocks, span.start + span.count)
+            values = _gather(context.cache.values[layer], blocks, span.start + span.count)
         out[rows] = _prefill_torch(query[:, rows], keys, values, span.start, scale, window, softcap)
     return out
 
@@ -254,14 +259,8 @@ def _decode_torch(
     tables = context.tables
     assert tables is not None
     assert context.lengths is not None
-    batch = tables.shape[0]
-    flat = tables.reshape(-1)
-
-    def rows_of(cache: Tensor) -> Tensor:  # [B, kv_heads, width * block_size, dim]
-        picked = cache.index_select(0, flat)
-        return picked.view(batch, -1, *picked.shape[2:]).transpose(1, 2)
-
-    keys, values = rows_of(context.cache.keys[layer]), rows_of(context.cache.values[layer])
+    batch, cache = tables.shape[0], context.cache
+    keys, values = cache.rows(cache.keys[layer], tables), cache.rows(cache.values[layer], tables)
     mask = context.masks.get(window)
     if mask is None:
         place = torch.arange(keys.shape[2], device=keys.device)[None, :]

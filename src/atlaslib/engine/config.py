@@ -26,7 +26,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     """Replies that run at the same time; more wait in a queue."""
     max_prefill_tokens: int | None = None
-    """Prompt tokens of one step; longer prompts are read in chunks. None: 8192 on CUDA, 2048 on CPU."""
+    """Prompt tokens of one step; longer prompts are read in chunks. None: 16384 on CUDA, 2048 on CPU."""
     block_size: int = 16
     """Tokens in one block of the key-value cache."""
     num_blocks: int | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from atlaslib.engine.scheduler import DecodePlan
 from atlaslib.engine.sequence import SlotTable
 
 logger = logging.getLogger(__name__)
+ToDevice = Callable[[np.ndarray[Any, Any]], Tensor]
 INFO_WIDTH = 8
 _RING = 4
 
@@ -66,7 +67,7 @@ class CudaRunner(ModelRunner):
     def customise(self, context: StepContext) -> None:
         context.attend = self._attend
         if context.spans:
-            context.ragged = ragged_layout(context, self.device)
+            context.ragged = ragged_layout(context, self.to_device)
 
     def _attend(
         self, context: StepContext, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
@@ -118,6 +119,7 @@ class CudaRunner(ModelRunner):
 
     def weights_changed(self) -> None:
         """After an update: graphs hold addresses, so capture again when parameters moved."""
+        super().weights_changed()
         if self._graphs and self._weight_addresses() != self._weights:
             logger.warning("parameters moved to new storage; capturing the decode graphs again")
             self.warm_up()
@@ -176,7 +178,7 @@ class CudaRunner(ModelRunner):
             return
         index = np.concatenate([np.arange(slot * width + start, slot * width + end) for slot, start, end in spans])
         values = np.concatenate([table.block_tables[slot, start:end] for slot, start, end in spans])
-        both = torch.from_numpy(np.stack([index, values.astype(np.int64)])).pin_memory().to(self.device, non_blocking=True)
+        both = self.to_device(np.stack([index, values.astype(np.int64)]))
         self.tables.view(-1).index_copy_(0, both[0], both[1].int())
 
     def _fetch(self, batch: int) -> StepResult:
@@ -200,16 +202,17 @@ def batch_buckets(largest: int) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
-def ragged_layout(context: StepContext, device: torch.device) -> tuple[Tensor, Tensor, int, int, Tensor | None]:
+def ragged_layout(context: StepContext, to_device: ToDevice) -> tuple[Tensor, Tensor, int, int, Tensor | None]:
     """Offsets of queries and keys of every span for the ragged flash kernel, and where cached keys lie (None: all new)."""
     counts = np.array([span.count for span in context.spans])
     totals = np.array([span.start + span.count for span in context.spans])
-    offsets = [torch.from_numpy(np.concatenate([[0], np.cumsum(x)]).astype(np.int32)).to(device) for x in (counts, totals)]
+    offsets = [to_device(np.concatenate([[0], np.cumsum(x)]).astype(np.int32)) for x in (counts, totals)]
     places: Tensor | None = None
     if (counts != totals).any():
         size = context.cache.block_size
-        flat = [(span.blocks[:, None] * size + torch.arange(size, device=device)).view(-1)[: span.start + span.count] for span in context.spans]
-        places = torch.cat(flat)
+        inside = np.arange(size)
+        flat = [(span.blocks[:, None] * size + inside).reshape(-1)[:total] for span, total in zip(context.spans, totals, strict=True)]
+        places = to_device(np.concatenate(flat))
     return offsets[0], offsets[1], int(counts.max()), int(totals.max()), places
 
 

@@ -70,7 +70,7 @@ class Engine:
             self.scheduler = Scheduler(
                 self.blocks,
                 self.table,
-                max_prefill_tokens=config.max_prefill_tokens or (8192 if self.runner.device.type == "cuda" else 2048),
+                max_prefill_tokens=config.max_prefill_tokens or (16384 if self.runner.device.type == "cuda" else 2048),
                 max_model_len=self.max_model_len,
                 prefix_cache=config.prefix_cache,
                 admit_share=self.runner.admit_share,
@@ -252,21 +252,22 @@ class Engine:
             collect_scores(scored)
         owners: list[Sequence] = []
         rows: list[int] = []
-        for chunk in plan.chunks:
+        for chunk, row in zip(plan.chunks, read.last_rows, strict=True):
             samples = self.scheduler.prefilled(chunk)
             if samples and chunk.seq.params.max_tokens == 0:
                 for seq in samples:
                     self._end(seq, 0, Ending("length", None))
             elif samples:
                 owners += samples
-                rows += [read.finished.index(chunk)] * len(samples)
+                rows += [row] * len(samples)
         self.runner.copy_blocks(self.scheduler.block_copies)
         self.scheduler.block_copies.clear()
         if not owners:
             return None
         first = self.scheduler.plan_of(np.array([seq.slot for seq in owners], dtype=np.int64))
         self.scheduler.launched(first.slots)
-        return first, self.runner.sample(read.logits[rows], first, self.table)
+        logits = read.logits[self.runner.to_device(np.array(rows, dtype=np.int64))]
+        return first, self.runner.sample_first(logits, first, self.table)
 
     def _finish(self, plan: DecodePlan, result: StepResult) -> None:
         """Write the results down; end, stream or keep each sample."""

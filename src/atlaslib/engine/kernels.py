@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 SAMPLE_CHUNK = 4096
+DECODE_TUNING = [(64, 2, 3), (64, 4, 2), (32, 4, 2)]  # (keys per tile, warps, stages) for head sizes to 64, 128, 256
 
 
 @triton.jit
@@ -97,12 +98,13 @@ def paged_decode(
     _, block, kv_heads, dv = values.shape
     group = heads // kv_heads
     out = torch.empty(batch, heads, dv, dtype=query.dtype, device=query.device)
+    tile, warps, stages = DECODE_TUNING[0 if dk <= 64 else 1 if dk <= 128 else 2]
     _paged_decode[(batch, kv_heads)](
         query, keys, values, out, tables, slots, lengths, scale, softcap or 0.0,
         query.stride(0), query.stride(1), tables.stride(0), slots.stride(0),
         KV_HEADS=kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DK=dk, DKP=triton.next_power_of_2(dk),
-        DV=dv, DVP=triton.next_power_of_2(dv), BLOCK=block, TILE=64 if dk <= 128 else 32, WINDOW=window or 0,
-        SOFTCAP=softcap is not None, EXACT=query.dtype == torch.float32, num_warps=4, num_stages=2,
+        DV=dv, DVP=triton.next_power_of_2(dv), BLOCK=block, TILE=tile, WINDOW=window or 0,
+        SOFTCAP=softcap is not None, EXACT=query.dtype == torch.float32, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -196,14 +198,20 @@ def _chunk_stats(LOGITS, INFO, STATS, vocab, row_step, num_chunks, CHUNK: tl.con
     x = tl.load(LOGITS + row.to(tl.int64) * row_step + place, mask=place < vocab, other=-float("inf")).to(tl.float32)
     temperature = tl.load(INFO + row * INFO_WIDTH + 6).to(tl.int32).to(tl.float32, bitcast=True)
     y = x / tl.where(temperature > 0, temperature, 1.0)
-    raw_peak, best = tl.max(x, 0, return_indices=True)
-    peak = tl.max(y, 0)
+    raw_peak = tl.maximum(tl.max(x, 0), -1e30)  # a chunk of -inf alone stays a number
+    peak = tl.maximum(tl.max(y, 0), -1e30)
     at = STATS + (row * num_chunks + chunk) * 5
     tl.store(at, peak)
-    tl.store(at + 1, tl.sum(tl.exp(y - peak), 0))
+    total = tl.sum(tl.exp(y - peak), 0)
+    tl.store(at + 1, total)
     tl.store(at + 2, raw_peak)
-    tl.store(at + 3, tl.sum(tl.exp(x - raw_peak), 0))
-    tl.store(at + 4, (chunk * CHUNK + best).to(tl.int32).to(tl.float32, bitcast=True))
+    if (temperature == 1.0) | (temperature == 0.0):  # x and y are the same
+        tl.store(at + 3, total)
+    else:
+        tl.store(at + 3, tl.sum(tl.exp(x - raw_peak), 0))
+    if temperature == 0.0:
+        best = tl.min(tl.where(x == raw_peak, place, vocab), 0)
+        tl.store(at + 4, best.to(tl.int32).to(tl.float32, bitcast=True))
 
 
 @triton.jit

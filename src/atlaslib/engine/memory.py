@@ -8,7 +8,7 @@ from atlaslib.engine.attention import LayerShape
 from atlaslib.engine.config import EngineConfig
 from atlaslib.errors import EngineMemoryError
 
-_RESERVE = 1 << 30  # CUDA: left for activations of a prefill step
+_RESERVE = 3 << 30  # CUDA: left for activations of a prefill step
 
 
 def bytes_per_token(layers: list[LayerShape]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlaslib.engine import attention, memory
+from atlaslib.engine import attention, exact, memory
 from atlaslib.engine.attention import KVCache, LayerShape, Span, StepContext
 from atlaslib.engine.config import EngineConfig
 from atlaslib.engine.output import ScoredRows
 from atlaslib.engine.sampling import RowParams, sample, token_logprobs
 from atlaslib.engine.scheduler import Chunk, DecodePlan, PrefillPlan
 from atlaslib.engine.sequence import SlotTable
+from atlaslib.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 _SMALL_MODEL = 8_000_000  # parameters below which one thread beats several
@@ -31,10 +32,10 @@ _SMALL_MODEL = 8_000_000  # parameters below which one thread beats several
 
 @dataclass(slots=True)
 class Prefilled:
-    """Result of a prefill step: one row of logits per finished prompt, and what was scored on the way."""
+    """Result of a prefill step."""
 
-    logits: Tensor  # [len(finished), V]
-    finished: list[Chunk]
+    logits: Tensor  # [kept rows, V]
+    last_rows: list[int]  # per chunk: the row after its last token; -1 when the prompt goes on
     scored: list[ScoredRows]
 
 
@@ -76,7 +77,11 @@ class ModelRunner:
 
     def __init__(self, model: Any, config: EngineConfig, max_model_len: int) -> None:
         self.model, self.config = model, config
+        self.modules = list(model.modules())
+        self.attention_configs = attention.configs_of(self.modules)
         parameter = next(model.parameters())
+        if config.exact and parameter.device.type != "cpu":
+            raise ConfigError(f"exact=True is implemented for CPU; the model is on {parameter.device}")
         self.device: torch.device = parameter.device
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.threads = self._choose_threads()
@@ -98,13 +103,18 @@ class ModelRunner:
     @contextmanager
     def prepared(self) -> Iterator[None]:
         """No gradients, eval mode, paged attention, chosen threads and BLAS; everything restored afterwards."""
-        with self.inference_mode(), attention.paged_attention(self.model), cpu_settings(self.device, self.threads):
+        with ExitStack() as stack:
+            stack.enter_context(self.inference_mode())
+            stack.enter_context(attention.paged_attention(self.attention_configs))
+            stack.enter_context(cpu_settings(self.device, self.threads))
+            if self.config.exact:
+                stack.enter_context(exact.ExactMode())
             yield
 
     @contextmanager
     def inference_mode(self) -> Iterator[None]:
         """No gradients and eval mode; each module's own mode comes back (faster than model.eval())."""
-        training = [module for module in self.model.modules() if module.training]
+        training = [module for module in self.modules if module.training]
         for module in training:
             module.__dict__["training"] = False
         try:
@@ -143,35 +153,36 @@ class ModelRunner:
         self.cache.copy_blocks(pairs)
 
     def prefill(self, plan: PrefillPlan) -> Prefilled:
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[np.ndarray[Any, Any]] = []
+        """Read the chunks of the plan in one packed forward."""
+        size = self.config.block_size
+        packed: list[np.ndarray[Any, Any]] = []  # [3, count] each: token id, position, cache slot
         spans: list[Span] = []
         keep: list[int] = []
+        row = 0
         for chunk in plan.chunks:
-            row, count = len(ids), chunk.end - chunk.start
-            place = np.arange(chunk.start, chunk.end)
-            blocks = np.array(chunk.seq.blocks, dtype=np.int64)
-            slots.append(blocks[place // self.config.block_size] * self.config.block_size + place % self.config.block_size)
-            used = blocks[: -(-chunk.end // self.config.block_size)]
-            spans.append(Span(row, count, chunk.start, torch.from_numpy(used).to(self.device)))
-            ids += chunk.seq.tokens[chunk.start : chunk.end]
-            positions += range(chunk.start, chunk.end)
+            count = chunk.end - chunk.start
+            places = np.arange(chunk.start, chunk.end)
+            blocks = np.array(chunk.seq.blocks[: -(-chunk.end // size)], dtype=np.int64)
+            tokens = np.array(chunk.seq.tokens[chunk.start : chunk.end], dtype=np.int64)
+            packed.append(np.stack([tokens, places, blocks[places // size] * size + places % size]))
+            spans.append(Span(row, count, chunk.start, blocks))
             if chunk.seq.request.wants_prompt_logprobs:
                 keep += range(row, row + count)
             elif chunk.last:
                 keep.append(row + count - 1)
-        context = StepContext(cache=self.cache, slots=torch.from_numpy(np.concatenate(slots)).to(self.device), spans=spans)
+            row += count
+        ids, positions, slots = self.to_device(np.concatenate(packed, axis=1)).unbind(0)
+        context = StepContext(cache=self.cache, slots=slots, spans=spans)
         self.customise(context)
+        kept = self.to_device(np.array(keep, dtype=np.int64))
         with self.prepared():
-            logits = self.forward(self._to_device(ids), self._to_device(positions), context, self._to_device(keep))
+            logits = self.forward(ids, positions, context, kept)
             return self._split(plan, logits)
 
     def _split(self, plan: PrefillPlan, logits: Tensor) -> Prefilled:
         """Kept rows back to their chunks: prompt log-probs, and the last row of each finished prompt."""
         row = 0
         last_rows: list[int] = []
-        finished: list[Chunk] = []
         scored: list[ScoredRows] = []
         for chunk in plan.chunks:
             if chunk.seq.request.wants_prompt_logprobs:
@@ -180,15 +191,13 @@ class ModelRunner:
                 row += chunk.end - chunk.start
             elif chunk.last:
                 row += 1
-            if chunk.last:
-                finished.append(chunk)
-                last_rows.append(row - 1)
-        return Prefilled(logits[self._to_device(last_rows)], finished, scored)
+            last_rows.append(row - 1 if chunk.last else -1)
+        return Prefilled(logits, last_rows, scored)
 
     def _score(self, chunk: Chunk, logits: Tensor, targets: list[int]) -> ScoredRows:
         request = chunk.seq.request
         temperature = 1.0 if request.score_temperature is None else request.score_temperature
-        logprobs = token_logprobs(logits, self._to_device(targets), temperature)
+        logprobs = self.token_logprobs(logits, self.to_device(np.array(targets, dtype=np.int64)), temperature)
         tops = request.params.prompt_logprobs or 0
         if not tops:
             return ScoredRows(request, chunk.start + 1, logprobs, None, None)
@@ -207,22 +216,25 @@ class ModelRunner:
         last_block = tables[np.arange(len(plan.slots)), plan.positions // size].astype(np.int64)
         context = StepContext(
             cache=self.cache,
-            slots=torch.from_numpy(last_block * size + plan.positions % size).to(self.device),
-            tables=torch.from_numpy(tables).to(self.device),
-            lengths=torch.from_numpy(plan.positions + 1).to(self.device),
+            slots=self.to_device(last_block * size + plan.positions % size),
+            tables=self.to_device(tables),
+            lengths=self.to_device(plan.positions + 1),
         )
         self.customise(context)
-        slots = torch.from_numpy(plan.slots).to(self.device)
-        return self.forward(self.last_tokens[slots], torch.from_numpy(plan.positions).to(self.device), context, None)
+        slots = self.to_device(plan.slots)
+        return self.forward(self.last_tokens[slots], self.to_device(plan.positions), context, None)
 
     def customise(self, context: StepContext) -> None:
         """Another attention implementation, where there is one."""
+        if self.config.exact:
+            context.attend = exact.attend_exact
 
     def warm_up(self) -> None:
         """Whatever should not be paid by the first request."""
 
     def weights_changed(self) -> None:
         """Called after every update of the weights."""
+        self.modules = list(self.model.modules())
 
     # sampling
 
@@ -230,18 +242,32 @@ class ModelRunner:
         """Choose a token per row and remember it as the slot's last token."""
         return self.sample_general(logits, plan, table)
 
+    def sample_first(self, logits: Tensor, plan: DecodePlan, table: SlotTable) -> StepResult:
+        """The first token of prompts that were just read."""
+        with cpu_settings(self.device, self.threads), torch.no_grad():
+            return self.sample(logits, plan, table)
+
     def sample_general(self, logits: Tensor, plan: DecodePlan, table: SlotTable) -> StepResult:
-        sampled = sample(logits, self.row_params(plan.slots, plan.at, table))
-        self.last_tokens[torch.from_numpy(plan.slots).to(self.device)] = sampled.tokens
+        params = self.row_params(plan.slots, plan.at, table)
+        sampled = sample(logits, params)
+        if self.config.exact:
+            sampled.temperature_logprobs = self.token_logprobs(logits, sampled.tokens, params.temperatures)
+            sampled.raw_logprobs = self.token_logprobs(logits, sampled.tokens, 1.0)
+            sampled.logprobs = sampled.temperature_logprobs if params.plain else sampled.logprobs
+        self.last_tokens[self.to_device(plan.slots)] = sampled.tokens
         columns = (sampled.tokens, sampled.logprobs, sampled.temperature_logprobs, sampled.raw_logprobs)
         return StepResult(lambda: [c.cpu().numpy() for c in columns], sampled.top_ids, sampled.top_logprobs)
+
+    def token_logprobs(self, logits: Tensor, tokens: Tensor, temperature: Tensor | float) -> Tensor:
+        function = exact.exact_token_logprobs if self.config.exact else token_logprobs
+        return function(logits, tokens, temperature)
 
     def row_params(self, slots: np.ndarray[Any, Any], at: np.ndarray[Any, Any], table: SlotTable) -> RowParams:
         temperature = table.temperature[slots]
         params = RowParams(
-            temperatures=torch.from_numpy(temperature).to(self.device),
-            seeds=torch.from_numpy(table.seed[slots]).to(self.device),
-            counters=torch.from_numpy(at).to(self.device),
+            temperatures=self.to_device(temperature),
+            seeds=self.to_device(table.seed[slots]),
+            counters=self.to_device(at),
             plain=bool(table.plain[slots].all()),
             unit_temperature=bool((temperature == 1.0).all()),
             any_greedy=bool((temperature == 0.0).any()),
@@ -271,5 +297,7 @@ class ModelRunner:
             ]
         return params
 
-    def _to_device(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+    def to_device(self, values: np.ndarray[Any, Any]) -> Tensor:
+        """Without waiting for the device."""
+        tensor = torch.from_numpy(values)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)

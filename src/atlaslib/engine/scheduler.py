@@ -18,7 +18,7 @@ from atlaslib.engine.block_manager import BlockManager
 from atlaslib.engine.sequence import Request, Sequence, SlotTable
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Chunk:
     """Tokens [start, end) of one sequence that a prefill step reads."""
 

@@ -16,7 +16,6 @@ import numpy as np
 from atlaslib.engine.config import SamplingParams
 from atlaslib.engine.sampling import mix_seed
 
-STOP_IDS_PER_SLOT = 8
 _FIRST_CAPACITY = 256
 
 
@@ -114,7 +113,7 @@ class SlotTable:
         self.generated = np.zeros(num_slots, dtype=np.int64)  # reply tokens, launched ones included
         self.max_new = np.zeros(num_slots, dtype=np.int64)
         self.min_new = np.zeros(num_slots, dtype=np.int64)
-        self.stop_ids = np.full((num_slots, STOP_IDS_PER_SLOT), -1, dtype=np.int64)
+        self.stop_ids = np.full((num_slots, 4), -1, dtype=np.int64)
         self.temperature = np.ones(num_slots, dtype=np.float32)
         self.seed = np.zeros(num_slots, dtype=np.int64)
         self.plain = np.ones(num_slots, dtype=bool)
@@ -138,8 +137,11 @@ class SlotTable:
         self.temperature[slot], self.plain[slot] = params.temperature, params.plain
         self.seed[slot] = mix_seed(seq.request.seed, seq.index)
         stops = [*params.stop_token_ids, *([] if params.ignore_eos else self.eos_ids)]
+        if len(stops) > self.stop_ids.shape[1]:
+            more = np.full((self.num_slots, len(stops) - self.stop_ids.shape[1]), -1, dtype=np.int64)
+            self.stop_ids = np.concatenate([self.stop_ids, more], axis=1)
         self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(stops)] = stops[:STOP_IDS_PER_SLOT]
+        self.stop_ids[slot, : len(stops)] = stops
         self.watched[slot] = seq.watched
         self.generated[slot] = 0
         self.reserve(max_new)

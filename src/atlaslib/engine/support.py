@@ -90,7 +90,8 @@ def probe(engine: Any) -> None:
     if not difference <= allowed:  # also catches nan
         raise UnsupportedModelError(
             f"the engine cannot sample from {type(model).__name__} (model_type {model.config.model_type!r}): its paged forward "
-            f"differs from its plain forward by {difference:.3g} in log-prob; the model must do something in attention "
-            "that the engine does not know"
+            f"differs from its plain forward by {difference:.3g} in log-prob; its attention must do something the "
+            f"engine does not know, or its own implementation ({model.config._attn_implementation!r}) leaves something out that "
+            "attn_implementation='eager' has"
         )
     logger.debug("paged and plain forward of %s agree to %.2g", type(model).__name__, difference)

@@ -26,9 +26,24 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral_window": ("Mistral", {"sliding_window": 12}),
     "gemma2": (
         "Gemma2",
-        {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 12, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 12,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 8.0,
+            "attn_implementation": "eager",  # sdpa leaves the soft cap out
+        },
     ),
-    "gemma3": ("Gemma3", {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 12, "num_hidden_layers": 7}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
 }
 """name -> (class prefix in transformers, what differs from the common config)."""
 
