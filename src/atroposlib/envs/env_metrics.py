@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import logging
 import random
@@ -156,12 +155,12 @@ def run_name(prefix: str | None) -> str | None:
 
 def is_wandb_installed() -> bool:
     """True when wandb can be imported; otherwise one warning says what to do."""
-    if importlib.util.find_spec("wandb") is not None:
-        return True
-    logger.warning(
-        "wandb is not installed, so nothing is logged there; pip install 'atropos-atlas[wandb]' or set use_wandb=False"
-    )
-    return False
+    try:
+        import wandb  # noqa: F401
+    except ImportError:
+        logger.warning("wandb is not installed, so nothing is logged there; pip install 'atropos-atlas[wandb]' or set use_wandb=False")
+        return False
+    return True
 
 
 def start_wandb(**settings: Any) -> bool:
