@@ -178,7 +178,8 @@ def read_value(value: Any) -> Any:
 def convert(parameter: Parameter, value: Any) -> Any:
     """``value`` as the type the parameter declares; a value that cannot be one is an error that names both."""
     kind = parameter.type_text
-    if isinstance(value, str) and value.lower() in {"none", "null", ""} and "None" in kind:
+    absent = {"null", ""} if "str" in kind else {"none", "null", ""}  # 'none' is a value of several text parameters
+    if isinstance(value, str) and value.lower() in absent and "None" in kind:
         return None
     loaded = read_value(value)
     if "list" in kind and isinstance(loaded, str) and "str" in kind:

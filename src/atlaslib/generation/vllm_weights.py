@@ -1,0 +1,59 @@
+"""What both vLLM samplers need of a trainer: its weights in a folder, and its log-probs of given tokens."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from atlaslib.data.packing import build_microbatch
+from atlaslib.generation.weight_export import export_weights
+from atlaslib.types import TrainingSample
+
+if TYPE_CHECKING:
+    from atlaslib.generation.vllm_server_sampler import Scorer
+    from atlaslib.trainers.grpo import GRPOTrainer
+
+
+class WeightFolder:
+    """Writes ``DIR/v{version}`` and keeps the newest only."""
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self._trainer = trainer
+        self._folder = Path(
+            trainer.config.vllm_weights_dir or Path(trainer.config.output_dir) / "vllm_weights"
+        ).absolute()
+
+    def write(self, version: int) -> Path:
+        """The folder with the present weights."""
+        trainer = self._trainer
+        target = self._folder / f"v{version}"
+        if trainer.is_world_process_zero():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            export_weights(trainer.accelerator.unwrap_model(trainer.model), target, tokenizer=trainer.processing_class)
+            for old in self._folder.glob("v*"):
+                if old != target:
+                    shutil.rmtree(old, ignore_errors=True)
+        trainer.accelerator.wait_for_everyone()
+        return target
+
+
+def trainer_scorer(trainer: GRPOTrainer) -> Scorer:
+    """The trainer's own log-probs of a completion."""
+
+    def score(prompt_ids: list[int], completion_ids: list[int], temperature: float) -> list[float]:
+        sample = TrainingSample(
+            token_ids=[*prompt_ids, *completion_ids],
+            loss_mask=[False] * len(prompt_ids) + [True] * len(completion_ids),
+            advantages=[0.0] * (len(prompt_ids) + len(completion_ids)),
+            reward=0.0,
+            temperature=temperature,
+        )
+        batch = build_microbatch([sample], device=trainer.accelerator.device)
+        with torch.no_grad():
+            result = trainer.update.forward_logprobs(trainer.model, batch)
+        return [float(value) for value in result.logprobs[:, 0]]
+
+    return score

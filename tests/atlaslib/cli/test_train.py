@@ -1,0 +1,123 @@
+"""``atropos train``: reading parameters, help without torch, a run from the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atlaslib.cli.train import help_text, main, parse
+from atlaslib.errors import ConfigError
+
+
+def test_forms_of_a_parameter(tmp_path: Path) -> None:
+    file = tmp_path / "base.yaml"
+    file.write_text("learning_rate: 1e-4\nbeta: 0.5\nmodel_init_kwargs:\n  dtype: float32\n")
+    settings = parse(
+        [
+            str(file),
+            "learning_rate=2e-5",
+            "--num-generations",
+            "4",
+            "--reward_weights=1,0.5",
+            "--gradient_checkpointing",
+            "top_k=none",
+            "model_init_kwargs.attn_implementation=eager",
+            "--report_to",
+            "wandb,tensorboard",
+            "--max_steps",
+            "-1",
+            "peft.r=8",
+            "train_dataset=rows.jsonl",
+            "optim=sgd",
+        ]  # fmt: skip
+    )
+    assert settings == {
+        "learning_rate": 2e-5,
+        "beta": 0.5,
+        "num_generations": 4,
+        "reward_weights": [1, 0.5],
+        "gradient_checkpointing": True,
+        "top_k": None,
+        "model_init_kwargs": {"dtype": "float32", "attn_implementation": "eager"},
+        "report_to": ["wandb", "tensorboard"],
+        "max_steps": -1,
+        "peft": {"r": 8},
+        "train_dataset": "rows.jsonl",
+        "optim": "sgd",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lerning_rate=1"], "did you mean 'learning_rate'"),
+        (["--save_total_limt", "2"], "did you mean 'save_total_limit'"),
+        (["beta=much"], "beta='much': expected float"),
+        (["beta.x=1"], "beta is not a table"),
+        (["missing.yaml"], "does not exist"),
+        (["word"], "cannot read 'word'"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(words)
+
+
+def test_help_lists_every_parameter_with_its_documentation() -> None:
+    import dataclasses
+
+    from atlaslib.trainers import GRPOConfig
+
+    text = help_text()
+    for field in dataclasses.fields(GRPOConfig):
+        if field.init:
+            assert f"  {field.name}=" in text
+    assert "Weight of the KL term to the reference" in text
+
+
+def test_help_is_quick_and_does_without_torch() -> None:
+    code = "import sys; from atlaslib.cli.train import main; main(['--help']); assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    started = time.process_time()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "num_generations=8" in result.stdout
+    assert time.process_time() - started < 1.0
+
+
+def test_a_run_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Any) -> None:
+    from atlaslib.models.tiny import tiny_model_folder
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    folder = tiny_model_folder(tmp_path / "model", vocab_size=len(tiny_tokenizer), hidden=32)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"ask {n}"}) + "\n" for n in range(4)))
+    (tmp_path / "my_rewards.py").write_text(
+        "def variety(completions, **_):\n    return [float(len(set(text))) for text in completions]\n"
+    )
+    code = main(
+        [
+            f"model_name_or_path={folder}",
+            "train_dataset=rows.jsonl",
+            "reward_funcs=my_rewards:variety",
+            "output_dir=out",
+            "max_steps=1",
+            "report_to=none",
+            "per_device_train_batch_size=4",
+            "num_generations=4",
+            "max_completion_length=4",
+            "use_cpu=true",
+            "disable_tqdm=true",
+            "beta=0",
+            "peft.r=2",
+            "peft.target_modules=[q_proj]",
+        ]  # fmt: skip
+    )
+    assert code == 0
+    assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text())["step"] == 1
+    assert (tmp_path / "out" / "final_model" / "adapter_config.json").is_file()

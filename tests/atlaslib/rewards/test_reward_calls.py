@@ -1,0 +1,117 @@
+"""Calling reward functions: every kind, and failures that are not scores."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from typing import Any
+
+import pytest
+
+from atlaslib.errors import ConfigError
+from atlaslib.rewards.reward_calls import RewardInputs, RewardSet
+
+
+def make_inputs(count: int = 3, **columns: list[Any]) -> RewardInputs:
+    return RewardInputs(
+        prompts=[f"p{i}" for i in range(count)],
+        completions=["x" * i for i in range(count)],
+        completion_ids=[[1] * i for i in range(count)],
+        columns=columns,
+    )
+
+
+def length(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def test_weighted_sum_and_names() -> None:
+    class Constant:
+        def __call__(self, completions: list[str], **_: Any) -> list[float]:
+            return [1.0] * len(completions)
+
+    table = RewardSet([length, Constant(), length], weights=[1.0, 10.0, 0.5]).score(make_inputs())
+    assert table.names == ["length", "Constant", "length_2"]
+    assert table.totals == [10.0, 11.5, 13.0]
+
+
+def test_none_is_not_applicable() -> None:
+    def some(completions: list[str], **_: Any) -> list[float | None]:
+        return [None, 5.0, None]
+
+    def nothing(completions: list[str], **_: Any) -> list[None]:
+        return [None] * 3
+
+    table = RewardSet([length, some]).score(make_inputs())
+    assert table.totals == [0.0, 6.0, 2.0]
+    assert all(math.isnan(value) for value in RewardSet([nothing]).score(make_inputs()).totals)
+
+
+def test_an_exception_sets_one_sample_aside() -> None:
+    def fragile(completions: list[str], **_: Any) -> list[float]:
+        if "x" in completions:
+            raise ValueError("broken grader")
+        return [1.0] * len(completions)
+
+    table = RewardSet([fragile, length]).score(make_inputs())
+    assert math.isnan(table.totals[1])
+    assert (table.totals[0], table.totals[2]) == (1.0, 3.0)
+    assert table.failures == {"fragile": 1, "length": 0}
+
+
+def test_a_wrong_number_of_values_is_a_failure() -> None:
+    def short(completions: list[str], **_: Any) -> list[float]:
+        return [1.0] * (len(completions) - 1)
+
+    assert RewardSet([short]).score(make_inputs()).failures == {"short": 3}
+
+
+def test_async_rewards_run_together() -> None:
+    async def slow(completions: list[str], **_: Any) -> list[float]:
+        await asyncio.sleep(0.2)
+        return [1.0] * len(completions)
+
+    started = time.perf_counter()
+    table = RewardSet([slow, slow, slow]).score(make_inputs())
+    assert time.perf_counter() - started < 0.5
+    assert table.totals == [3.0, 3.0, 3.0]
+
+
+def test_only_named_columns_for_a_strict_signature() -> None:
+    def strict(completions: list[str], answer: list[str]) -> list[float]:
+        return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+    assert RewardSet(strict).score(make_inputs(answer=["", "y", "xx"], other=[1, 2, 3])).totals == [1.0, 0.0, 1.0]
+
+
+def test_a_registered_reward_by_name() -> None:
+    table = RewardSet(["accuracy"]).score(make_inputs(1, solution=["\\boxed{4}"]))
+    assert len(table.totals) == 1
+
+
+def test_an_unknown_name_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="neither a registered reward nor a loadable"):
+        RewardSet(["no_such_reward_or_model"])
+
+
+def test_a_classification_model_as_reward(tiny_tokenizer: Any) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    config = LlamaConfig(
+        vocab_size=len(tiny_tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(config)
+    rewards = RewardSet([model], processing_classes=[tiny_tokenizer])
+    table = rewards.score(make_inputs())
+    ids = tiny_tokenizer("p2xx", return_tensors="pt", add_special_tokens=False)["input_ids"]
+    assert table.totals[2] == pytest.approx(float(model(ids).logits[0, 0].detach()), abs=1e-5)
+    assert table.names == ["LlamaForSequenceClassification"]
