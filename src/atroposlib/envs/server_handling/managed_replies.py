@@ -53,9 +53,9 @@ def chat_reply(
         message = message_type(role="assistant", content=fields.get("content"))
         if fields.get("tool_calls"):
             message.tool_calls = fields["tool_calls"]
-        known = reason if reason in OPENAI_FINISH_REASONS else "stop"
-        choices.append(Choice.model_construct(index=index, finish_reason=known, message=message, logprobs=None))
-    return completion_type.model_construct(  # type: ignore[no-any-return]
+        known: Any = reason if reason in OPENAI_FINISH_REASONS else "stop"
+        choices.append(Choice(index=index, finish_reason=known, message=message, logprobs=None))
+    return completion_type(  # type: ignore[no-any-return]
         id=str(uuid.uuid4()),
         object="chat.completion",
         created=int(time.time()),
@@ -72,13 +72,11 @@ def completion_reply(
     from openai.types.completion import Completion
     from openai.types.completion_choice import CompletionChoice
 
-    choices = [
-        CompletionChoice.model_construct(
-            index=index, finish_reason=reason if reason in OPENAI_FINISH_REASONS else "stop", text=text, logprobs=None
-        )
-        for index, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True))
-    ]
-    return Completion.model_construct(
+    choices = []
+    for index, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True)):
+        known: Any = "length" if reason == "length" else "stop"
+        choices.append(CompletionChoice(index=index, finish_reason=known, text=text, logprobs=None))
+    return Completion(
         id=str(uuid.uuid4()),
         object="text_completion",
         created=int(time.time()),

@@ -124,7 +124,7 @@ class VLLMServer(TokenizerOwner):
 def echoed_prompt(reply: dict[str, Any], sent: list[int]) -> list[int]:
     """The prompt ids the server says it used, or the ones sent."""
     echoed = reply.get("prompt_token_ids")
-    if isinstance(echoed, list) and echoed and all(isinstance(token, int) for token in echoed):
+    if isinstance(echoed, list) and echoed and isinstance(echoed[0], int):
         return echoed
     return sent
 
@@ -138,27 +138,30 @@ def sampled_tokens(reply: dict[str, Any]) -> tuple[list[list[int]], list[list[fl
     all_tokens: list[list[int]] = []
     all_logprobs: list[list[float]] = []
     for index, positions in enumerate(reply["logprobs"]):
-        tokens, logprobs = [], []
-        for position, entry in enumerate(positions or []):
-            token, logprob = _chosen(entry, known[index][position] if known else None)
-            tokens.append(token)
-            logprobs.append(logprob)
-        all_tokens.append([int(token) for token in known[index]] if known else tokens)
+        tokens, logprobs = _one_sequence(positions or [], known[index] if known else None)
+        all_tokens.append(tokens)
         all_logprobs.append(logprobs)
     return all_tokens, all_logprobs
 
 
+def _one_sequence(positions: list[Any], known: list[int] | None) -> tuple[list[int], list[float]]:
+    if known is not None and all(isinstance(entry, float) for entry in positions):
+        return list(known), positions
+    pairs = [_chosen(entry, known[i] if known is not None else None) for i, entry in enumerate(positions)]
+    tokens = list(known) if known is not None else [token for token, _ in pairs]
+    return tokens, [logprob for _, logprob in pairs]
+
+
 def _chosen(entry: Any, token: int | None) -> tuple[int, float]:
-    if isinstance(entry, list):
+    if type(entry) is list and entry:
         entry = entry[0]
+    if type(entry) is dict and entry:
+        key = next(iter(entry)) if len(entry) == 1 or str(token) not in entry else str(token)
+        value = entry[key]
+        return int(key), value if type(value) is float else _number(value)
     if isinstance(entry, int | float) and token is not None:
         return token, float(entry)
-    if not isinstance(entry, dict) or not entry:
-        raise ValueError(
-            f"a log-prob entry of /generate is neither a number nor a mapping of id to log-prob: {entry!r}"
-        )
-    key = str(token) if token is not None and str(token) in entry else next(iter(entry))
-    return int(key), _number(entry[key])
+    raise ValueError(f"a log-prob entry of /generate is neither a number nor a mapping of id to log-prob: {entry!r}")
 
 
 def _number(value: Any) -> float:
