@@ -86,13 +86,15 @@ class APIServer(ABC):
     FIRST_RECOVERY_CHECK_S = 0.1
     MAX_RECOVERY_CHECK_S = 5.0
 
+    _server_healthy: bool = True
+    health_changed: Signal
+
     def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None) -> None:
         self.config = config
         self.reasoning_config = reasoning_config
         self.sem = AsyncSemWithAdaptiveWeight(config.num_max_requests_at_once)
         self.eval_sem = AsyncSemWithAdaptiveWeight(config.num_requests_for_eval)
         self.health_changed = Signal()
-        self._server_healthy = True
         self._last_contact = 0.0
         self.last_failure: str | None = None
         keep = config.rolling_buffer_length
@@ -189,7 +191,7 @@ class APIServer(ABC):
     def server_healthy(self, healthy: bool) -> None:
         changed = healthy != self._server_healthy
         self._server_healthy = healthy
-        if changed:
+        if changed and hasattr(self, "health_changed"):  # absent while a subclass has not called this constructor
             self.health_changed.notify_all()
 
     def is_watched(self) -> bool:

@@ -6,12 +6,20 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from atroposlib.envs.server_handling.adaptive_semaphore import AsyncSemWithAdaptiveWeight
 from atroposlib.envs.server_handling.api_server import TokensAndLogprobs
 from atroposlib.envs.server_handling.openai_routes import OpenAIRoutes
 from atroposlib.envs.server_handling.server_config import APIServerConfig, OpenaiConfig, ServerBaseline
 from atroposlib.errors import ConfigError, FailedExecutionException
 
-__all__ = ["APIServerConfig", "OpenAIServer", "OpenaiConfig", "ServerBaseline", "resolve_openai_configs"]
+__all__ = [
+    "APIServerConfig",
+    "AsyncSemWithAdaptiveWeight",
+    "OpenAIServer",
+    "OpenaiConfig",
+    "ServerBaseline",
+    "resolve_openai_configs",
+]
 
 ServerConfigs = ServerBaseline | APIServerConfig | Sequence[APIServerConfig]
 FLAG_PREFIX = "openai."
@@ -60,9 +68,9 @@ def resolve_openai_configs(
 ) -> Any:
     """The servers to use, from ``config_init``, the YAML file and the ``--openai.*`` flags.
 
-    ``openai_config_dict`` is what the sources agreed on for one server (flags over YAML over ``config_init``). One
-    server stays one server: a bare ``APIServerConfig`` comes back bare, a list comes back as a list. A
-    ``ServerBaseline`` is replaced as soon as any source names a server, and is otherwise returned unchanged.
+    ``openai_config_dict`` is what the sources agreed on for one server (flags over YAML over ``config_init``). The
+    result is a list of servers, one of them for a bare ``APIServerConfig``. A ``ServerBaseline`` is replaced by a list
+    as soon as any source names a server, and otherwise stays one.
     """
     from_yaml = (yaml_config or {}).get("openai")
     from_flags = _server_flags(cli_passed_flags or {})
@@ -81,7 +89,7 @@ def resolve_openai_configs(
             )
         return default_server_configs
     if isinstance(default_server_configs, APIServerConfig):
-        return _server_config({**default_server_configs.model_dump(), **merged, **given})
+        return [_server_config({**default_server_configs.model_dump(), **merged, **given})]
     if isinstance(default_server_configs, ServerBaseline):
         return _from_baseline(default_server_configs, given)
     default = default_server_configs[0].model_dump() if default_server_configs else {}

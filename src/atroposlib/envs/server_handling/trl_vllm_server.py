@@ -92,5 +92,6 @@ class TrlVllmServer(APIServer):
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
         raise NotImplementedError(
-            "TRL's vLLM server returns no log-probs; use server_type 'vllm' with a plain vLLM server for exact tokens"
+            "Token-level logprobs are not supported by TRL's vLLM server; for exact tokens use a plain vLLM server "
+            "(server_type 'vllm', VLLMServer) or SGLang (server_type 'sglang', SGLangServer)"
         )

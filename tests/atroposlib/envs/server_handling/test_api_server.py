@@ -277,3 +277,9 @@ def test_errors_survive_pickling() -> None:
         "b",
         True,
     )
+
+
+def test_health_can_be_set_before_the_constructor_ran() -> None:
+    server = StubServer.__new__(StubServer)
+    server.server_healthy = False
+    assert server.server_healthy is False

@@ -172,7 +172,7 @@ def test_one_server_of_the_yaml_file_is_used_as_given(yaml: Any) -> None:
     assert _urls(_resolve(ServerBaseline(timeout=7), yaml)) == ["http://a/v1"]
     assert _resolve(ServerBaseline(timeout=7), yaml)[0].timeout == 7
     assert _urls(_resolve([D], yaml)) == ["http://a/v1"]
-    assert _urls(_resolve(D, yaml)) == "http://a/v1"
+    assert _urls(_resolve(D, yaml)) == ["http://a/v1"]
     assert _urls(_resolve([D, E], yaml)) == ["http://a/v1"]
 
 
@@ -181,7 +181,8 @@ def test_flags_reach_the_server() -> None:
     for default in (ServerBaseline(), [D]):
         resolved = _resolve(default, flags=flags)
         assert (_urls(resolved), resolved[0].model_name) == (["http://f/v1"], "f")
-    assert _urls(_resolve(D, flags=flags)) == "http://f/v1"
+    assert _urls(_resolve(D, flags=flags)) == ["http://f/v1"]
+    assert _urls(_resolve(D)) == ["http://d/v1"]
     assert _resolve([D], A, {"openai.model_name": "f"})[0].model_name == "f"
 
 

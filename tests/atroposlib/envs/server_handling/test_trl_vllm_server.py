@@ -40,7 +40,7 @@ async def test_chat_and_completion(harness: HarnessServer, tiny_tokenizer_dir: A
 
 async def test_what_it_cannot_do_and_what_fails(harness: HarnessServer, tiny_tokenizer_dir: Any) -> None:
     server = _server(harness, tiny_tokenizer_dir)
-    with pytest.raises(NotImplementedError, match="no log-probs"):
+    with pytest.raises(NotImplementedError, match=r"Token-level logprobs are not supported.*VLLMServer"):
         await server.tokens_and_logprobs_completion(prompt="p")
     harness.fail_next(1, status=422, body="bad sampling")
     with pytest.raises(InferenceServerError, match="422: bad sampling"):
