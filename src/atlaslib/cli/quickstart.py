@@ -102,16 +102,18 @@ def plan_content(options: argparse.Namespace) -> dict[str, Any]:
 
 
 TINY_TRAINER: dict[str, Any] = {
-    "max_steps": 120,
-    "learning_rate": 2e-3,
+    "max_steps": 100,
+    "learning_rate": 1e-3,
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 5,
     "per_device_train_batch_size": 256,
     "num_generations": 16,
     "max_prompt_length": 16,
     "max_completion_length": 8,
-    "entropy_coef": 0.01,
-    "max_batches_offpolicy": 2,
+    "temperature": 1.0,
+    "entropy_coef": 0.003,
+    "max_batches_offpolicy": 1,
+    "max_staleness": 4,
     "save_steps": 20,
     "weight_decay": 0.0,
     "adam_beta2": 0.95,
@@ -125,7 +127,9 @@ LANGUAGE_TRAINER: dict[str, Any] = {
     "num_generations": 8,
     "max_prompt_length": 64,
     "max_completion_length": 12,
+    "temperature": 1.0,
     "max_batches_offpolicy": 1,
+    "max_staleness": 3,
     "save_steps": 10,
     "weight_decay": 0.0,
 }

@@ -34,6 +34,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from atlaslib.errors import ConfigError, unknown_name_message
 from atlaslib.launch.supervisor import ProcessSpec
 
+ENDLESS = 10**9
+"""Environments make groups until the supervisor stops them: the trainer knows when it has enough."""
 _FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
@@ -273,6 +275,7 @@ def env_names(plan: RunPlan) -> list[list[str]]:
 
 def env_file_content(plan: RunPlan, environment: EnvironmentPlan, name: str) -> dict[str, Any]:
     """The YAML file of one environment process: the plan's wishes over where everything is."""
+    ahead = plan.trainer.get("max_batches_offpolicy")
     return {
         "env": {
             "rollout_server_url": plan.rollout_url,
@@ -281,7 +284,8 @@ def env_file_content(plan: RunPlan, environment: EnvironmentPlan, name: str) -> 
             "inference_weight": environment.weight,
             "use_wandb": False,
             "include_messages": True,
-            "total_steps": -1,
+            "total_steps": ENDLESS,
+            **({"max_batches_offpolicy": ahead} if ahead is not None else {}),
             **environment.config,
         },
         "openai": {

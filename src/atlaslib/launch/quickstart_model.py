@@ -1,8 +1,8 @@
 """The quickstart's model: a Llama of 0.4M parameters made on the spot, and its few seconds of warm-up.
 
-The warm-up is supervised and teaches the *form* of an answer only: a random letter, a random number of times, then stop.
-The letter and the number have nothing to do with the prompt, so everything about the task is left to reinforcement
-learning. It saves the minutes a random model would spend finding out that most of its 259 tokens are never right.
+The warm-up stands for the pretraining a real model brings along: supervised, on answers of the right form of which one in
+four is right and three are random. Held-out prompts do not occur in it. It leaves a model that knows letters and stopping and
+is right now and then, which is what reinforcement learning needs to start from.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ import random
 from pathlib import Path
 from typing import Any
 
+from atroposlib.envs.quickstart_task import LETTERS, answer_to, split_prompts
+
 logger = logging.getLogger(__name__)
+
+NUM_LETTERS, MAX_COUNT, HELD_OUT_SHARE = 12, 5, 0.2
+"""As the environment `RepeatLetters` has them by default."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
@@ -23,9 +28,7 @@ CHAT_TEMPLATE = (
 """A prompt is its text and ``>``: every token of a long template would be one more to learn to look past."""
 
 
-def build_quickstart_model(
-    folder: Path, *, seed: int = 0, warmup_steps: int = 50, num_letters: int = 12, max_count: int = 5
-) -> Path:
+def build_quickstart_model(folder: Path, *, seed: int = 0, warmup_steps: int = 120, right_share: float = 0.25) -> Path:
     """Make model and tokenizer under ``folder`` unless they are there."""
     if (folder / "config.json").exists():
         return folder
@@ -41,7 +44,7 @@ def build_quickstart_model(
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(str(partial))
     model = tiny_llama(len(tokenizer), hidden=128, layers=2, max_len=128, seed=seed, tie_embeddings=True)
-    loss = warm_up(model, tokenizer, steps=warmup_steps, seed=seed, num_letters=num_letters, max_count=max_count)
+    loss = warm_up(model, tokenizer, steps=warmup_steps, seed=seed, right_share=right_share)
     model.save_pretrained(str(partial))
     (partial / "warmup.json").write_text(json.dumps({"steps": warmup_steps, "seed": seed, "loss": loss}))
     os.replace(partial, folder)
@@ -49,21 +52,25 @@ def build_quickstart_model(
 
 
 def warm_up(
-    model: Any, tokenizer: Any, *, steps: int, seed: int, num_letters: int, max_count: int, learning_rate: float = 3e-3
+    model: Any, tokenizer: Any, *, steps: int, seed: int, right_share: float, learning_rate: float = 3e-3
 ) -> float:
-    """Show the model answers of the right form and random content; returns the last loss."""
+    """Show the model answers of which ``right_share`` are right; returns the last loss."""
     import torch
 
     rng = random.Random(seed)
-    letters = [chr(ord("A") + index) for index in range(num_letters)]
+    prompts, _ = split_prompts(NUM_LETTERS, MAX_COUNT, HELD_OUT_SHARE, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, betas=(0.9, 0.95))
     value = 0.0
     for step in range(steps):
         rows = []
         for _ in range(64):
-            prompt = tokenizer.encode(f"{rng.choice(letters)}{rng.randint(1, max_count)}>", add_special_tokens=False)
-            answer = tokenizer.encode(rng.choice(letters) * rng.randint(1, max_count), add_special_tokens=False)
-            rows.append((prompt, [*answer, tokenizer.eos_token_id]))
+            prompt = rng.choice(prompts)
+            is_right = rng.random() < right_share
+            answer = answer_to(
+                prompt if is_right else f"{rng.choice(LETTERS[:NUM_LETTERS])}{rng.randint(1, MAX_COUNT)}"
+            )
+            question, reply = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt + ">", answer))
+            rows.append((question, [*reply, tokenizer.eos_token_id]))
         length = max(len(prompt) + len(answer) for prompt, answer in rows)
         ids = torch.tensor([[*p, *a, *[tokenizer.pad_token_id] * (length - len(p) - len(a))] for p, a in rows])
         wanted = torch.tensor([[0] * len(p) + [1] * len(a) + [0] * (length - len(p) - len(a)) for p, a in rows])[:, 1:]
