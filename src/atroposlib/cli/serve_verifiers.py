@@ -23,8 +23,6 @@ from atroposlib.errors import ConfigError
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of this command, and the environment's own command line (``serve`` when none is named)."""
-    from atroposlib.envs.env_cli import COMMANDS
-
     parser = argparse.ArgumentParser(
         prog="atropos serve-verifiers",
         description="Run a verifiers environment as one of ours.",
@@ -53,20 +51,19 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="where harnesses run: subprocess, docker, ... or 'own' for what it says itself",
     )
     parser.add_argument("--harness", help="harness to use instead of its own")
-    own = list(argv)
-    rest: list[str] = []
-    position = next(
-        (
-            index
-            for index, word in enumerate(own)
-            if word in COMMANDS or word.startswith(("--env.", "--openai.", "--config"))
-        ),
-        None,
-    )
-    if position is not None:
-        own, rest = own[:position], own[position:]
-    options = parser.parse_args(own)
-    return options, rest if rest and rest[0] in COMMANDS else ["serve", *rest]
+    own, rest = split_command(argv)
+    return parser.parse_args(own), rest
+
+
+def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our own words, and the environment's: from ``serve | process | evaluate`` or its first flag on (``serve`` by default)."""
+    from atroposlib.envs.env_cli import COMMANDS
+
+    words = list(argv)
+    flags = ("--env.", "--openai.", "--config", "--slurm", "--testing")
+    start = next((index for index, word in enumerate(words) if word in COMMANDS or word.startswith(flags)), len(words))
+    own, rest = words[:start], words[start:]
+    return own, rest if rest and rest[0] in COMMANDS else ["serve", *rest]
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:

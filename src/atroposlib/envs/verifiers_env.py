@@ -24,7 +24,8 @@ from typing import Any
 
 from pydantic import Field
 
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
+from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
+from atroposlib.envs.foreign_env import ForeignEnv
 from atroposlib.envs.groups import group_from_items
 from atroposlib.envs.scored_rollout import scored_item
 from atroposlib.envs.server_handling.recorded_endpoint import RecordedEndpoint
@@ -60,11 +61,12 @@ class VerifiersConfig(BaseEnvConfig):
     seed: int = 0
 
 
-class VerifiersEnv(BaseEnv):
+class VerifiersEnv(ForeignEnv):
     """Runs groups of one ``verifiers`` environment. Usually started with ``atropos serve-verifiers NAME``."""
 
     name = "verifiers"
     env_config_cls = VerifiersConfig
+    endpoint: Any = None
 
     @classmethod
     def config_init(cls) -> tuple[VerifiersConfig, list[APIServerConfig]]:
@@ -77,8 +79,8 @@ class VerifiersEnv(BaseEnv):
             self.server, self.tokenizer, model_name=model, tool_parser=self.config.tool_parser
         )
         await self.endpoint.start()
-        self.worker = WorkerProcess(self._worker_command(model))
-        info = await self.worker.call("info")
+        self.worker = self.foreign = WorkerProcess(self._worker_command(model))
+        info = await self.foreign.call("info")
         logger.info(
             "%s: %s API, verifiers %s, tasks: %s",
             self.config.verifiers_env,
@@ -110,28 +112,9 @@ class VerifiersEnv(BaseEnv):
 
     async def stop(self) -> None:
         """End the worker and the endpoint."""
-        if hasattr(self, "worker"):
-            await self.worker.stop()
-        if hasattr(self, "endpoint"):
+        await super().stop()
+        if self.endpoint is not None:
             await self.endpoint.stop()
-
-    async def env_manager(self) -> None:
-        try:
-            await super().env_manager()
-        finally:
-            await self.stop()
-
-    async def process_manager(self) -> None:
-        try:
-            await super().process_manager()
-        finally:
-            await self.stop()
-
-    async def _run_evaluate(self) -> Any:
-        try:
-            return await super()._run_evaluate()
-        finally:
-            await self.stop()
 
     async def get_next_item(self) -> int:
         return next(self.train_indices)
@@ -147,7 +130,7 @@ class VerifiersEnv(BaseEnv):
         good: list[tuple[dict[str, Any], list[Any]]] = []
         missing = n
         for _ in range(self.config.max_rollout_tries):
-            rollouts = await self.worker.call("group", index=index, n=missing, split=split, sampling=sampling)
+            rollouts = await self.foreign.call("group", index=index, n=missing, split=split, sampling=sampling)
             recorded = [(rollout, self.endpoint.take(rollout["session"])) for rollout in rollouts]
             good += [(rollout, nodes) for rollout, nodes in recorded if rollout["error"] is None and nodes]
             failures = [rollout for rollout, _ in recorded if rollout["error"] is not None]

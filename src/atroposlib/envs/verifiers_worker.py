@@ -301,7 +301,11 @@ def main() -> None:
     parser.add_argument("--api", choices=("auto", "v1", "legacy"), default="auto")
     parser.add_argument("--reply-fd", type=int, required=True)
     given = parser.parse_args()
-    sys.path.insert(0, os.getcwd())
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [
+        os.getcwd(),
+        *(path for path in sys.path if os.path.abspath(path) != here),
+    ]  # our neighbours are not its modules
     os.environ.setdefault(API_KEY_VARIABLE, "not-needed")
     os.dup2(2, 1)  # prints of the environment must not look like anything of ours
     environment = load(given.env, json.loads(given.arguments), json.loads(given.endpoint), given.api)
