@@ -1,7 +1,10 @@
 "use strict";
 // The page: asks the run log for what is new once a second and redraws what is on view.
 
-const token = new URLSearchParams(location.hash.includes("token=") ? location.hash.slice(location.hash.indexOf("token=")) : "").get("token");
+// The token comes once in the address (/live#token=...) and stays with this tab.
+const given = location.hash.match(/token=([^&]*)/);
+if (given) { sessionStorage.setItem("token", decodeURIComponent(given[1])); history.replaceState(null, "", location.pathname); }
+const token = sessionStorage.getItem("token");
 const series = new Map();   // "source\u0000name" -> [{time, step, value}]
 const page = { after: 0, start: null, view: "overview", charts: [], all: new Map(), newestKey: 0, polls: 0 };
 
@@ -147,6 +150,8 @@ async function drawView(state) {
   }
 }
 
+function viewInAddress() { return ["rollouts", "all"].find((view) => location.hash === "#" + view) ?? "overview"; }
+
 function choose(view) {
   page.view = view;
   for (const main of document.querySelectorAll(".view")) main.hidden = main.id !== view;
@@ -155,12 +160,12 @@ function choose(view) {
   if (page.state) drawView(page.state).catch(() => {});
 }
 
-for (const link of document.querySelectorAll("nav a")) link.addEventListener("click", (event) => { event.preventDefault(); choose(link.dataset.view); });
+window.addEventListener("hashchange", () => choose(viewInAddress()));
 for (const id of ["filter-env", "filter-min", "filter-max", "filter-step"]) document.getElementById(id).addEventListener("change", () => loadGroups());
 document.getElementById("filters").addEventListener("submit", (event) => event.preventDefault());
 document.getElementById("colour").addEventListener("change", drawGroup);
 document.getElementById("older").addEventListener("click", () => loadGroups({ older: true }));
 document.getElementById("x-axis").addEventListener("change", () => page.state && drawView(page.state));
 document.getElementById("metric-filter").addEventListener("input", drawAll);
-choose(["rollouts", "all"].find((view) => location.hash.startsWith("#" + view)) ?? "overview");
+choose(viewInAddress());
 poll();
