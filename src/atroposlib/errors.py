@@ -2,7 +2,8 @@
 
     AtroposError
     ├── ConfigError          (ValueError)   a setting is wrong: what, which value, what to do
-    └── MissingExtraError    (ImportError)  an optional dependency is needed and absent
+    ├── MissingExtraError    (ImportError)  an optional dependency is needed and absent
+    └── InferenceServerError                a request to an inference server failed; also time-outs and servers that are down
 
 Every message says what failed, the value, and what to do about it.
 """
@@ -59,6 +60,8 @@ def unknown_name_message(kind: str, name: str, known: Iterable[str]) -> str:
 
 class InferenceServerError(AtroposError):
     """A request to an inference server failed; says which server, the HTTP status and the head of the reply."""
+
+    retry_after_s: float | None = None  # how long the server asks to be left alone
 
     def __init__(
         self, message: str, *, url: str, status: int | None = None, body: str = "", retryable: bool = False

@@ -82,6 +82,7 @@ class APIServer(ABC):
     MAX_ATTEMPTS = 3
     FIRST_BACKOFF_S = 0.2
     MAX_BACKOFF_S = 10.0
+    MAX_RETRY_AFTER_S = 60.0
     HEALTHY_CHECK_INTERVAL_S = 10.0
     FIRST_RECOVERY_CHECK_S = 0.1
     MAX_RECOVERY_CHECK_S = 5.0
@@ -278,7 +279,7 @@ class APIServer(ABC):
                         failure = error
                 logger.debug("attempt %d at %s failed: %s", attempts, self.label, failure)
                 if self.server_healthy:
-                    await asyncio.sleep(self._backoff_s(attempts))
+                    await asyncio.sleep(self._backoff_s(attempts, getattr(failure, "retry_after_s", None)))
         finally:
             if attempts:
                 self._record(time.monotonic() - started, attempts, is_train)
@@ -309,9 +310,9 @@ class APIServer(ABC):
         elif isinstance(error, InferenceTimeoutError) or is_retryable(error):
             self.last_failure, self._last_contact = reason, 0.0
 
-    def _backoff_s(self, attempts: int) -> float:
+    def _backoff_s(self, attempts: int, asked_s: float | None) -> float:
         longest: float = min(self.MAX_BACKOFF_S, self.FIRST_BACKOFF_S * 2**attempts)
-        return random.uniform(self.FIRST_BACKOFF_S / 2, longest)
+        return max(random.uniform(self.FIRST_BACKOFF_S / 2, longest), min(asked_s or 0.0, self.MAX_RETRY_AFTER_S))
 
     def _record(self, seconds: float, attempts: int, is_train: bool) -> None:
         (self.request_timings if is_train else self.eval_request_timings).append(seconds)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
 from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,8 @@ from atroposlib.errors import InferenceServerError, InferenceTimeoutError, Infer
 
 if TYPE_CHECKING:
     import aiohttp
+
+logger = logging.getLogger(__name__)
 
 BODY_HEAD_CHARS = 500
 RETRYABLE_STATUSES = frozenset({408, 425, 429})
@@ -89,13 +93,15 @@ class HttpPool:
         import aiohttp
 
         session = await self.session()
+        if os.environ.get("ATROPOS_DEBUG_REQUESTS") == "1":
+            logger.info("%s %s %s", method, url, payload)
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s))
         all_headers = {"Content-Type": "application/json", **(headers or {})}
         try:
             data = None if payload is None else encode_json(payload)
             async with session.request(method, url, data=data, headers=all_headers, timeout=timeout) as response:
                 body = await response.read()
-                status = response.status
+                status, retry_after = response.status, response.headers.get("Retry-After")
         except TimeoutError as error:
             raise InferenceTimeoutError(
                 f"inference server {url} did not answer within {timeout_s:g} s; "
@@ -108,7 +114,9 @@ class HttpPool:
                 f"inference server {url} cannot be reached: {type(error).__name__}: {error}", url=url, retryable=True
             ) from error
         if status >= 400:
-            raise status_error(url, status, body)
+            error = status_error(url, status, body)
+            error.retry_after_s = float(retry_after) if retry_after and retry_after.isdigit() else None
+            raise error
         try:
             return decode_json(body)
         except ValueError as error:

@@ -130,6 +130,31 @@ async def test_too_many_requests_is_retried(harness: HarnessServer) -> None:
     assert len(harness.requests) == 2
 
 
+async def test_the_wait_a_server_asks_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = InferenceServerError("busy", url="u", status=429, retryable=True)
+    busy.retry_after_s = 7.0
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    server = StubServer([busy, busy])
+    assert await server.chat_completion(messages=MESSAGES) == "reply"
+    assert waits == [7.0, 7.0]
+
+
+async def test_requests_are_shown_on_demand_without_keys(
+    harness: HarnessServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ATROPOS_DEBUG_REQUESTS", "1")
+    server = OpenAIServer(_config(harness, api_key="sk-secret", health_check=False))
+    with caplog.at_level(logging.INFO):
+        await server.completion(prompt="show me")
+    assert "show me" in caplog.text
+    assert "sk-secret" not in caplog.text
+
+
 async def test_other_errors_are_passed_on_at_once() -> None:
     server = StubServer([KeyError("mistake in a wrapper")])
     with pytest.raises(KeyError):
