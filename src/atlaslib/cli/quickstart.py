@@ -69,7 +69,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         metavar="key=value",
         help="further settings as for atropos run, for instance trainer.learning_rate=1e-3",
     )
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps is {options.steps}; it must be at least 1")
     if options.run_dir is None:
@@ -102,7 +102,7 @@ def plan_content(options: argparse.Namespace) -> dict[str, Any]:
 
 
 TINY_TRAINER: dict[str, Any] = {
-    "max_steps": 100,
+    "max_steps": 80,
     "learning_rate": 1e-3,
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 5,

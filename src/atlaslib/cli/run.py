@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
         "--fresh", action="store_true", help="remove the run's folder first instead of going on from its checkpoint"
     )
     parser.add_argument("--plain", action="store_true", help="lines instead of a panel that refreshes")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.ERROR)
 
     from atlaslib.launch.plan import check_plan, describe, load_plan

@@ -38,7 +38,7 @@ METRICS: dict[str, str] = {
     "policy/clip_low_share": "tokens clipped below",
     "policy/clip_high_share": "tokens clipped above",
     "policy/entropy": "mean entropy of the policy at the trained tokens",
-    "policy/kl": "mean KL to the reference per token",
+    "kl": "mean KL to the reference per token",
     "policy/logprob_mean": "mean log-prob of the trained tokens",
     "policy/mismatch_kl": "KL between sampler and trainer on the sampled tokens (k3)",
     "policy/mismatch_abs": "mean |log-prob(sampler) - log-prob(trainer)|",
