@@ -47,7 +47,7 @@ _JSON_ON_LOOP, _BINARY_ON_LOOP = 3 * 2**19, 32 * 2**20
 """Bodies up to this size are read in at most a few milliseconds, on the loop: on a thread the interpreter lock would cost more."""
 HOT_PATHS = frozenset({"/scored_data", "/scored_data_list", "/batch", "/status", "/status-env"})
 _QUIET_PATHS = HOT_PATHS | {"/healthz", "/metrics", "/heartbeat", "/ack", "/commit", "/report"}  # called so often that a line per request is noise
-_REFUSALS = (WireError, HttpError, JournalError)
+REFUSALS = (WireError, HttpError, JournalError)
 NOT_REGISTERED = "Trainer not registered: POST /register first"
 
 
@@ -93,7 +93,7 @@ class HotRoutes:
         handler = self.routes.get((scope["method"], scope["path"]), self.pass_on)
         try:
             status = await handler(scope, receive, send)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             status, detail = _refusal(error)
             await send_json(send, {"detail": detail}, status)
         self.record(scope["method"], scope["path"], status, time.perf_counter() - started)
@@ -134,11 +134,26 @@ class HotRoutes:
             if encoding:
                 body = await self._decode(bytes(body), encoding)
             if path == "/scored_data":
-                return 200, _answer_one((await self._submit(await self._parse(body, content_type, many=False)))[0])
+                return 200, answer_one((await self._submit(await self._parse(body, content_type, many=False)))[0])
             return 200, _answer_many(await self._submit(await self._parse(body, content_type, many=True)))
-        except _REFUSALS as error:
-            status, detail = _refusal(error)
-            return status, msgspec.json.encode({"detail": detail})
+        except REFUSALS as error:
+            return refusal_reply(error)
+
+    def is_quick(self, body: bytes, content_type: bytes) -> bool:
+        """Whether reading this body takes at most a few milliseconds, so that it may happen on the loop."""
+        return len(body) <= (_BINARY_ON_LOOP if content_type.startswith(_BINARY) else _JSON_ON_LOOP)
+
+    def take_one(self, body: bytes, content_type: bytes) -> int | asyncio.Future[int]:
+        """Validate and store one group here and now: the answer, or a future of it; one of REFUSALS."""
+        parse = binary.parse_binary_groups if content_type.startswith(_BINARY) else parse_json_groups
+        env_id: int | None = None
+        try:
+            group = parse(body, many=False)[0]
+            env_id = group.env_id
+            return self.service.submit_one(group)
+        except WireError as error:
+            self.service.rejected(env_id, str(error))
+            raise
 
     async def _decode(self, body: bytes, encoding: bytes) -> bytes:
         if len(body) <= OFF_LOOP_BYTES:
@@ -148,7 +163,7 @@ class HotRoutes:
     async def _parse(self, body: bytes, content_type: bytes, *, many: bool) -> list[WireGroup]:
         parse = binary.parse_binary_groups if content_type.startswith(_BINARY) else parse_json_groups
         try:
-            if len(body) > (_BINARY_ON_LOOP if parse is binary.parse_binary_groups else _JSON_ON_LOOP):
+            if not self.is_quick(body, content_type):
                 return await asyncio.to_thread(parse, body, many=many)
             return parse(body, many=many)
         except WireError as error:
@@ -283,7 +298,16 @@ def _refusal(error: Exception) -> tuple[int, Any]:
     return 507, str(error)
 
 
-def _answer_one(answer: int) -> bytes:
+def refusal_reply(error: BaseException) -> tuple[int, bytes]:
+    """Status and body of the answer to a request that is refused."""
+    if not isinstance(error, REFUSALS):
+        logger.error("storing a group failed", exc_info=error)
+        return 500, b'{"detail":"Internal Server Error"}'
+    status, detail = _refusal(error)
+    return status, msgspec.json.encode({"detail": detail})
+
+
+def answer_one(answer: int) -> bytes:
     return b'{"status":"received"}' if answer < 0 else b'{"status":"buffered","buffer_size":%d}' % answer
 
 

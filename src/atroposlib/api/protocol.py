@@ -16,12 +16,11 @@ import struct
 import termios
 import time
 from collections.abc import Callable
-from http import HTTPStatus
 from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from atroposlib.api.hot_routes import HotRoutes
+from atroposlib.api.hot_routes import REFUSALS, HotRoutes, answer_one, refusal_reply
 
 _HEAD = re.compile(rb"POST (/scored_data|/scored_data_list) HTTP/1\.1\r\n")
 _END = b"\r\n\r\n"
@@ -53,6 +52,7 @@ class RolloutProtocol(HttpToolsProtocol):
         self._answering = False
         self._backlog = b""
         self._closing = False
+        self._last_used = 0.0
         self._lost = self._was_reset = False
         self._unsent_at_end = 0
         self.on_lost: Callable[[Exception | None], None] | None = None
@@ -65,13 +65,11 @@ class RolloutProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
             return
         if self._post is not None:
-            self._unset_keepalive_if_required()
             self._fill(self._post, data, 0)
             return
         if data.startswith(b"POST /scored_data") and (self.cycle is None or self.cycle.response_complete):
             post, offset = self._read_head(data)
             if post is not None:
-                self._unset_keepalive_if_required()
                 self.on_lost = None
                 self._post = post
                 self._fill(post, data, offset)
@@ -130,36 +128,73 @@ class RolloutProtocol(HttpToolsProtocol):
         if post.filled == len(post.body):
             self._post = None
             self._answering = True
-            task = self.loop.create_task(self._answer(post))
-            task.add_done_callback(self.tasks.discard)
-            self.tasks.add(task)
+            self._take(post)
 
     # ---- answering ----------------------------------------------------------------------------------------------------
 
-    async def _answer(self, post: _Post) -> None:
+    def _take(self, post: _Post) -> None:
+        """A whole body is here: store it at once where that is quick, else in a task."""
+        whole = cast(bytes, post.body)  # nobody writes to it any more
+        if post.path == "/scored_data" and not post.encoding and self.hot.is_quick(whole, post.content_type):
+            try:
+                answer = self.hot.take_one(whole, post.content_type)
+            except REFUSALS as error:
+                self._reply(post, *refusal_reply(error))
+                return
+            if isinstance(answer, int):
+                self._reply(post, 200, answer_one(answer))
+            else:
+                answer.add_done_callback(lambda done: self._stored(post, done))
+            return
+        task = self.loop.create_task(self._answer(post, whole))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+
+    def _stored(self, post: _Post, done: asyncio.Future[int]) -> None:
+        error = done.exception()
+        if error is None:
+            self._reply(post, 200, answer_one(done.result()))
+        else:
+            self._reply(post, *refusal_reply(error))
+
+    async def _answer(self, post: _Post, whole: bytes) -> None:
         try:
-            whole = cast(bytes, post.body)  # nobody writes to it any more
             status, body = await self.hot.take_groups(post.path, whole, post.content_type, post.encoding)
         except asyncio.CancelledError:
             self.transport.close()
             raise
+        self._reply(post, status, body)
+
+    def _reply(self, post: _Post, status: int, body: bytes) -> None:
         self.hot.record("POST", post.path, status, time.perf_counter() - post.started)
         self._answering = False
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
-        head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-        head %= (status, HTTPStatus(status).phrase.encode(), len(body))
-        more = b"".join(b"%s: %s\r\n" % pair for pair in self.server_state.default_headers)
+        head = b"%scontent-type: application/json\r\ncontent-length: %d\r\n" % (STATUS_LINE[status], len(body))
+        more = b"".join([b"%s: %s\r\n" % pair for pair in self.server_state.default_headers])
         self.transport.write(head + more + (b"connection: close\r\n\r\n" if self._closing else b"\r\n") + body)
         if self._closing:
             self.transport.close()
             return
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self._keep_alive()
         backlog, self._backlog = self._backlog, b""
         self.flow.resume_reading()
         if backlog:
             self.data_received(backlog)
+
+    def _keep_alive(self) -> None:
+        """One timer for many requests: it looks at the time of the last one when it fires."""
+        self._last_used = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def timeout_keep_alive_handler(self) -> None:
+        left = self._last_used + self.timeout_keep_alive - self.loop.time()
+        if self._answering or self._post is not None or left > 0:
+            self.timeout_keep_alive_task = self.loop.call_later(max(left, 1.0), self.timeout_keep_alive_handler)
+        else:
+            super().timeout_keep_alive_handler()
 
     def shutdown(self) -> None:
         if self._answering or self._post is not None:

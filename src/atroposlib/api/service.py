@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from atroposlib.api.compaction import Compactor
 from atroposlib.api.environments import Environment
 from atroposlib.api.events import (
     BatchAcked,
@@ -59,6 +60,7 @@ class RolloutService:
         self.journal = journal
         self.started_at = time.time()
         self._arriving: dict[str, asyncio.Future[int]] = {}
+        self._compactor = Compactor(store)
         self._register_lock = asyncio.Lock()
         self._batch_lock = asyncio.Lock()
         self._sending: dict[int, asyncio.Event] = {}
@@ -240,6 +242,8 @@ class RolloutService:
         def apply(location: Location) -> int:
             answer = store.add_group(event, group.payload, location)
             store.notify_group(event, group)
+            if group.blanks:
+                self._compactor.add(event.key, group.blanks)
             return answer
 
         if self.journal is None:

@@ -27,7 +27,6 @@ from atroposlib.errors import AtroposError
 T = TypeVar("T")
 
 _NULL = Raw(b"null")
-_WHITESPACE = b" \t\r\n"
 
 
 class WireError(AtroposError, ValueError):
@@ -54,6 +53,8 @@ class WireGroup:
     group_id: str | None = None
     policy_versions: list[list[int]] | None = None
     reward_components: dict[str, list[float]] | None = field(default=None)
+    blanks: Sequence[tuple[int, int]] = ()
+    """Parts of a JSON payload that hold nothing but numbers and could do without their white space."""
 
 
 class _Message(msgspec.Struct):
@@ -127,15 +128,22 @@ def _fast(group: _FastGroup) -> WireGroup:
     logprob_lengths: dict[str, list[int]] = {}
     for name in ("ref_logprobs", "inference_logprobs"):
         raw = getattr(group, name)
-        if raw is not _NULL and bytes(raw) != b"null":
+        if raw is not _NULL and raw != _NULL:
             fields[name], logprob_lengths[name] = _numbers(raw, floats=True)
     check_lengths(lengths, mask_lengths, group.scores, logprob_lengths)
     check_extras(len(lengths), group.policy_versions, group.reward_components)
     if group.env_id is not None:
         fields["env_id"] = b"%d" % group.env_id
     parts: list[bytes | Raw] = []
+    blanks: list[tuple[int, int]] = []
+    position = 0
     for name in GROUP_FIELDS:
-        parts += (_KEY[name], fields.get(name) or getattr(group, name) or _NULL)
+        text = fields.get(name) or getattr(group, name) or _NULL
+        parts += (_KEY[name], text)
+        position += len(_KEY[name])
+        if isinstance(text, bytes) and name in _NUMBER_FIELDS and b" " in text[:64]:
+            blanks.append((position, position + len(text)))
+        position += len(text)
     for name in EXTRA_FIELDS:
         value = getattr(group, name)
         if value is not None:
@@ -151,19 +159,19 @@ def _fast(group: _FastGroup) -> WireGroup:
         group_id=group.group_id,
         policy_versions=group.policy_versions,
         reward_components=group.reward_components,
+        blanks=blanks,
     )
 
 
+_NUMBER_FIELDS = frozenset({"tokens", "masks", "ref_logprobs", "inference_logprobs"})
 _KEY = {
     name: f'{"{" if index == 0 else ","}"{name}":'.encode() for index, name in enumerate((*GROUP_FIELDS, *EXTRA_FIELDS))
 }
 
 
 def _numbers(raw: Raw, *, floats: bool) -> tuple[bytes, list[int]]:
-    """The compact text of a list of number lists, and the length of each; NotPlainError when it may hold anything else."""
+    """The text of a list of number lists, and the length of each; NotPlainError when it may hold anything else."""
     text = bytes(raw)
-    if b" " in text[:64]:  # whichever is faster for segments of this length; white space that stays does no harm
-        text = text.replace(b" ", b"") if floats else text.translate(None, _WHITESPACE)
     return text, row_lengths(text, floats=floats)
 
 
