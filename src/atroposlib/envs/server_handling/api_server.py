@@ -21,7 +21,7 @@ from atroposlib.envs.server_handling.adaptive_semaphore import AsyncSemWithAdapt
 from atroposlib.envs.server_handling.http_pool import HttpPool, is_retryable_status
 from atroposlib.envs.server_handling.server_config import OFFICIAL_API_HOST, APIServerConfig, ReasoningConfig
 from atroposlib.envs.server_handling.signals import Signal
-from atroposlib.errors import InferenceServerError, InferenceTimeoutError, InferenceUnavailableError
+from atroposlib.errors import InferenceServerError, InferenceUnavailableError
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -205,27 +205,20 @@ class APIServer(ABC):
 
     async def watch_health(self, probe: Callable[[], Awaitable[bool]]) -> None:
         """Ask ``probe`` now and then while the server is up, and with growing pauses while it is down."""
-        pause = self.HEALTHY_CHECK_INTERVAL_S
+        pause = self.FIRST_RECOVERY_CHECK_S
         while True:
-            await self._pause_between_checks(pause)
-            if self.server_healthy and time.monotonic() - self._last_contact < self.HEALTHY_CHECK_INTERVAL_S:
-                pause = self.HEALTHY_CHECK_INTERVAL_S
-                continue
-            is_up = await probe()
-            if is_up:
-                self._mark_up()
-                pause = self.HEALTHY_CHECK_INTERVAL_S
-            elif self.server_healthy:
-                self._mark_down("its health check failed")
+            if self.server_healthy:
                 pause = self.FIRST_RECOVERY_CHECK_S
+                await self.health_changed.wait(self.HEALTHY_CHECK_INTERVAL_S)
+                if self.server_healthy and time.monotonic() - self._last_contact < self.HEALTHY_CHECK_INTERVAL_S:
+                    continue
             else:
-                pause = min(max(pause * 2, self.FIRST_RECOVERY_CHECK_S), self.MAX_RECOVERY_CHECK_S)
-
-    async def _pause_between_checks(self, pause: float) -> None:
-        if not self.server_healthy:
-            await asyncio.sleep(min(pause, self.MAX_RECOVERY_CHECK_S))
-        elif await self.health_changed.wait(pause):
-            await asyncio.sleep(self.FIRST_RECOVERY_CHECK_S)
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, self.MAX_RECOVERY_CHECK_S)
+            if await probe():
+                self._mark_up()
+            else:
+                self._mark_down("its health check failed")
 
     def _mark_up(self) -> None:
         self._last_contact = time.monotonic()
@@ -234,8 +227,10 @@ class APIServer(ABC):
             self.server_healthy = True
 
     def _mark_down(self, reason: str) -> None:
+        if not self.server_healthy:
+            return
         self.last_failure = reason
-        if self.server_healthy and self.is_watched():
+        if self.is_watched():
             logger.warning("inference server %s is down (%s); waiting for it to come back", self.label, reason)
             self.server_healthy = False
 
@@ -307,8 +302,9 @@ class APIServer(ABC):
         refused = isinstance(error, InferenceUnavailableError | ConnectionRefusedError)
         if refused:
             self._mark_down(reason)
-        elif isinstance(error, InferenceTimeoutError) or is_retryable(error):
+        elif is_retryable(error):
             self.last_failure, self._last_contact = reason, 0.0
+            self.health_changed.notify_all()  # look now: the server may be dying
 
     def _backoff_s(self, attempts: int, asked_s: float | None) -> float:
         longest: float = min(self.MAX_BACKOFF_S, self.FIRST_BACKOFF_S * 2**attempts)

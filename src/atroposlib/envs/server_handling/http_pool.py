@@ -109,14 +109,20 @@ class HttpPool:
                 url=url,
                 retryable=True,
             ) from error
-        except (aiohttp.ClientError, OSError) as error:
+        except aiohttp.ClientConnectorError as error:
             raise InferenceUnavailableError(
                 f"inference server {url} cannot be reached: {type(error).__name__}: {error}", url=url, retryable=True
             ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise InferenceServerError(
+                f"the connection to inference server {url} was lost: {type(error).__name__}: {error}",
+                url=url,
+                retryable=True,
+            ) from error
         if status >= 400:
-            error = status_error(url, status, body)
-            error.retry_after_s = float(retry_after) if retry_after and retry_after.isdigit() else None
-            raise error
+            refusal = status_error(url, status, body)
+            refusal.retry_after_s = float(retry_after) if retry_after and retry_after.isdigit() else None
+            raise refusal
         try:
             return decode_json(body)
         except ValueError as error:

@@ -11,9 +11,10 @@ What is trained is what was sampled: text is never tokenised a second time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from atroposlib.envs.server_handling.api_server import can_fail_over
 from atroposlib.envs.server_handling.chat_prompts import (
     conversation_keys,
     plain_messages,
@@ -34,7 +35,7 @@ from atroposlib.envs.server_handling.sequence_tree import (
     suffix_after_reply,
 )
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
-from atroposlib.errors import AtroposError
+from atroposlib.errors import AtroposError, ConfigError, InferenceUnavailableError
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -61,6 +62,7 @@ CHAT_ONLY_FIELDS = frozenset(
         "service_tier",
     }
 )
+MAX_MOVES = 3
 _templates_warned_about: set[str] = set()
 
 
@@ -84,7 +86,7 @@ class ManagedServer:
         track_tree: bool = False,
         tool_parser: str | None = None,
         preserve_think_blocks: bool | None = False,
-        reroute: Callable[[Any], Any] | None = None,
+        reroute: Callable[[Any], Awaitable[Any]] | None = None,
     ) -> None:
         self.server = server
         self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(server)
@@ -255,12 +257,10 @@ class ManagedServer:
     async def _sample(
         self, prompt: str, prefix: Prefix | None, kwargs: dict[str, Any], *, is_chat: bool, keep_control_tokens: bool
     ) -> _Reply:
-        if self._reroute is not None and not getattr(self.server, "server_healthy", True):
-            self.server = self._reroute(self.server)
         ids = self._input_ids(prompt, prefix, is_chat)
         fields = {name: value for name, value in kwargs.items() if not (is_chat and name in CHAT_ONLY_FIELDS)}
         with record_sequence_versions() as versions:
-            raw = await self.server.tokens_and_logprobs_completion(**{**fields, "prompt": prompt, "input_ids": ids})
+            raw = await self._ask({**fields, "prompt": prompt, "input_ids": ids})
         if raw is None:
             raise AtroposError(f"{type(self.server).__name__} has no reply for the prompt {prompt[-200:]!r}")
         prompt_ids, outputs, logprobs, reasons = raw
@@ -281,6 +281,24 @@ class ManagedServer:
             turns.append(Turn(node=node, prompt_text=prompt, reply_raw=raw_text, reply_text=text, end_text=end_text))
             finish_reasons.append(reason)
         return _Reply(turns, finish_reasons, len(prompt_ids))
+
+    async def _ask(self, request: dict[str, Any]) -> Any:
+        """Ask the session's server, or another one when it is down: ids mean the same on all of them."""
+        if self._reroute is None:
+            return await self.server.tokens_and_logprobs_completion(**request)
+        for tries_left in range(MAX_MOVES, -1, -1):
+            if not getattr(self.server, "server_healthy", True):
+                self.server = await self._reroute(self.server)
+            previous = can_fail_over.get()
+            can_fail_over.set(True)
+            try:
+                return await self.server.tokens_and_logprobs_completion(**request)
+            except InferenceUnavailableError:
+                if not tries_left or getattr(self.server, "server_healthy", True):
+                    raise
+            finally:
+                can_fail_over.set(previous)
+        return None
 
     def _input_ids(self, prompt: str, prefix: Prefix | None, is_chat: bool) -> list[int]:
         if self.tokenizer is None:
@@ -360,14 +378,13 @@ def _template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _tokenizer_of(server: Any) -> Any:
-    from atroposlib.errors import ConfigError
-
     try:
         tokenizer = getattr(server, "tokenizer", None)
         if tokenizer is None:
             from atroposlib.utils.tokenizers.loading import load_tokenizer
 
-            tokenizer = load_tokenizer(server.config.model_name)
+            name = getattr(server.config, "tokenizer_name", "none")
+            tokenizer = load_tokenizer(server.config.model_name if name in ("", "none") else name)
     except (ConfigError, AttributeError) as error:
         logger.warning("no tokenizer for the managed session: %s", error)
         return None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,19 +72,20 @@ def _local_session(manager: ServerManager, server: Any, tokenizer: Any, preserve
             "%s gives no exact tokens: this session records placeholders, do not train on them", server.label
         )
         return DummyManagedServer(server=server, tokenizer=tokenizer)
-    if hasattr(server, "response_map") and server.tokenizer is None and tokenizer is not None:
-        server.tokenizer = tokenizer  # the in-process server encodes its replies with the environment's tokenizer
 
-    def reroute(down: Any) -> Any:
-        replacement = manager.pick_session_server()
+    async def reroute(down: Any) -> Any:
+        replacement = await manager.healthy_server()
         _count(down, -1)
         _count(replacement, 1)
         return replacement
 
-    return ManagedServer(
+    session = ManagedServer(
         server=server,
         tokenizer=tokenizer,
         tool_parser=manager.tool_parser,
         preserve_think_blocks=preserve_think_blocks,
         reroute=reroute,
     )
+    if isinstance(server, ServerHarness) and server.tokenizer is None:
+        server.tokenizer = session.tokenizer  # the in-process server encodes its replies with the session's tokenizer
+    return session

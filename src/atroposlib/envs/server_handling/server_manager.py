@@ -236,6 +236,11 @@ class ServerManager:
             self._last_wait_message = now
             logger.warning("all inference servers are down (%s); giving up in %.0f s", self._names(), left_s)
 
+    async def healthy_server(self) -> Any:
+        """A server that is up, waiting for one when all are down (see ``server_wait_s``)."""
+        await self._acquire_server(is_train=True)
+        return self.pick_session_server()
+
     def pick_session_server(self) -> Any:
         """The server for a new session; sessions already open count as load."""
         return self.servers[pick_for_session(snapshot(self.servers, is_train=True))]

@@ -333,6 +333,23 @@ async def test_a_session_moves_when_its_server_is_down(harness: HarnessServer, t
     await manager.aclose()
 
 
+@pytest.mark.usefixtures("quick_retries")
+async def test_a_session_survives_the_death_of_its_server(tiny_tokenizer: Any) -> None:
+    with HarnessServer(tokenizer=tiny_tokenizer) as dying, HarnessServer(tokenizer=tiny_tokenizer) as living:
+        manager = ServerManager([_config(server, server_type="vllm") for server in (dying, living)])
+        async with manager.managed_server(tokenizer=tiny_tokenizer) as managed:
+            first = await managed.chat_completion(messages=MESSAGES)
+            dying.stop()
+            reply = {"role": "assistant", "content": first.choices[0].message.content}
+            await asyncio.wait_for(managed.chat_completion(messages=[*MESSAGES, reply, *MESSAGES]), 5)
+            (node,) = managed.get_state()["nodes"]
+            assert managed.server is manager.servers[1]
+        sent = living.bodies("/generate")[0]["prompt"]["prompt_token_ids"]
+        assert node.tokens[: len(sent)] == sent
+        assert sum(1 for mask in node.masked_tokens if mask == tiny_tokenizer.eos_token_id) == 2
+        await manager.aclose()
+
+
 async def test_servers_without_token_ids_are_refused_or_marked(
     harness: HarnessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
