@@ -28,7 +28,9 @@ class Browser:
             sock.bind(("127.0.0.1", 0))
             self.port = sock.getsockname()[1]
         self.profile = tempfile.mkdtemp(prefix="atropos-browser-")
-        self.driver = subprocess.Popen([str(DRIVER), f"--port={self.port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.driver = subprocess.Popen(
+            [str(DRIVER), f"--port={self.port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         self.session = ""
         deadline = time.monotonic() + 60
         while True:
@@ -42,7 +44,11 @@ class Browser:
             "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
             "--disable-background-networking", f"--window-size={width},{height}", f"--user-data-dir={self.profile}",
         ]  # fmt: skip
-        options = {"browserName": "chrome", "goog:chromeOptions": {"binary": CHROMIUM, "args": arguments}, "goog:loggingPrefs": {"browser": "ALL"}}
+        options = {
+            "browserName": "chrome",
+            "goog:chromeOptions": {"binary": CHROMIUM, "args": arguments},
+            "goog:loggingPrefs": {"browser": "ALL"},
+        }
         reply = self.call("POST", "/session", {"capabilities": {"alwaysMatch": options}})
         self.session = f"/session/{reply['sessionId']}"
 
@@ -70,7 +76,9 @@ class Browser:
         return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
 
     def texts(self, selector: str) -> list[str]:
-        return list(self.run("return [...document.querySelectorAll(arguments[0])].map((node) => node.innerText)", selector))
+        return list(
+            self.run("return [...document.querySelectorAll(arguments[0])].map((node) => node.innerText)", selector)
+        )
 
     def click(self, selector: str) -> None:
         found = self.call("POST", self.session + "/element", {"using": "css selector", "value": selector})
@@ -92,7 +100,9 @@ class Browser:
             value = self.run(script)
             if value:
                 return value
-            assert time.monotonic() < deadline, f"never true: {script}\nconsole: {self.console()}\npage: {self.text('body')[:2000]}"
+            assert time.monotonic() < deadline, (
+                f"never true: {script}\nconsole: {self.console()}\npage: {self.text('body')[:2000]}"
+            )
             time.sleep(0.1)
 
     def console(self) -> list[str]:

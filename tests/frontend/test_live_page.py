@@ -70,9 +70,20 @@ def add_step(log: RunLog, step: int) -> None:
         add_group(log, 2 * step + offset, env=("sums", "letters")[offset], score=0.1 * step)
     log.batch_formed(step, [f"group-{2 * step}", f"group-{2 * step + 1}"])
     log.batch_acked(step)
-    metrics = {"batch_seq": step, "reward": 0.1 * step, "policy/entropy": 2.0 - 0.1 * step, "time/waiting_s": 0.2, "rollout/staleness_mean": 1.0}
+    metrics = {
+        "batch_seq": step,
+        "reward": 0.1 * step,
+        "policy/entropy": 2.0 - 0.1 * step,
+        "time/waiting_s": 0.2,
+        "rollout/staleness_mean": 1.0,
+    }
     log.reported("trainer", step, time.time(), metrics)
-    log.reported("supervisor", 0, time.time(), {"process/trainer/up": 1.0, "process/trainer/restarts": 2.0, "process/trainer/rss_mb": 300.0})
+    log.reported(
+        "supervisor",
+        0,
+        time.time(),
+        {"process/trainer/up": 1.0, "process/trainer/restarts": 2.0, "process/trainer/rss_mb": 300.0},
+    )
     log.flush()
 
 
@@ -104,8 +115,16 @@ def test_the_page_loads_and_follows_a_run(browser: Browser, log: RunLog, live: s
     assert browser.text("#run-name") == "page test"
     assert browser.text("#state") == "live"
     assert "3\nstep" in browser.texts(".tile")
-    shown = browser.run("return [...document.querySelectorAll('#charts .chart')].filter((box) => !box.hidden).map((box) => box.dataset.title)")
-    assert {"Reward by environment", "Reward components", "Entropy", "Staleness (policy versions)", "Where the time goes (s per step)"} <= set(shown)
+    shown = browser.run(
+        "return [...document.querySelectorAll('#charts .chart')].filter((box) => !box.hidden).map((box) => box.dataset.title)"
+    )
+    assert {
+        "Reward by environment",
+        "Reward components",
+        "Entropy",
+        "Staleness (policy versions)",
+        "Where the time goes (s per step)",
+    } <= set(shown)
     drawn = browser.run(
         "const c = document.querySelector('#charts canvas'); const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
         "let n = 0; for (let i = 3; i < d.length; i += 4) n += d[i] > 0; return n"
@@ -137,7 +156,9 @@ def test_the_reader_filters_and_shows_where_a_group_went(browser: Browser, log: 
     assert "trained at step 2 (batch 2)" in browser.text("#group .facts")
     assert "policy v5" in browser.text("#group .facts")
     assert "group-5/0" in browser.text("#group .sample")
-    colours = browser.run("return [...document.querySelectorAll('.sample:nth-of-type(1) .tokens span')].map((span) => span.style.background)")
+    colours = browser.run(
+        "return [...document.querySelectorAll('.sample:nth-of-type(1) .tokens span')].map((span) => span.style.background)"
+    )
     assert colours[0] == ""
     assert colours[3] != ""
     browser.fill("#colour", "logprob")

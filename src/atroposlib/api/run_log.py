@@ -7,6 +7,7 @@ transaction every quarter of a second, so the store never waits for the disk. Th
     groups    (key, group_id, env, time, scores, policy versions, batch_seq)       every accepted group
     samples   (sample_id, group_id, idx, score, num_tokens, policy_versions, components)  every sequence of every group
     batches   (seq, formed, delivered, acked, committed, step)                     which step a batch trained
+    members   (batch_seq, group_id)                      the groups of every batch, as it was formed
     steps     (step, batch_seq)                          which batch a step trained on (the newest report wins)
     rejected  (env, reason, count, last_time)            groups the server refused
     archive   (key, payload, binary)                     whole groups, bounded: the newest, and thinned older ones
@@ -52,6 +53,7 @@ CREATE INDEX IF NOT EXISTS samples_by_group ON samples (group_id);
 CREATE TABLE IF NOT EXISTS batches (
   seq INTEGER PRIMARY KEY, formed REAL, delivered REAL, acked REAL, committed REAL, deliveries INTEGER NOT NULL DEFAULT 0, step INTEGER);
 CREATE INDEX IF NOT EXISTS batches_by_step ON batches (step);
+CREATE TABLE IF NOT EXISTS members (batch_seq INTEGER NOT NULL, group_id TEXT NOT NULL, PRIMARY KEY (batch_seq, group_id)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, batch_seq INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS rejected (
   env TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL, last_time REAL NOT NULL, PRIMARY KEY (env, reason));
@@ -302,9 +304,9 @@ class RunLog:
             "INSERT INTO batches (seq, formed) VALUES (?,?) ON CONFLICT (seq) DO UPDATE SET formed = excluded.formed",
             (seq, when),
         )
-        self._db.executemany(
-            "UPDATE groups SET batch_seq = ? WHERE group_id = ?", [(seq, group_id) for group_id in group_ids]
-        )
+        members = [(seq, group_id) for group_id in group_ids]
+        self._db.executemany("INSERT OR IGNORE INTO members VALUES (?,?)", members)
+        self._db.executemany("UPDATE groups SET batch_seq = ? WHERE group_id = ?", members)
 
     def _write_moment(self, column: str, seq: int, when: float) -> None:
         count = ", deliveries = deliveries + 1" if column == "delivered" else ""

@@ -38,7 +38,10 @@ def test_a_plan_with_defaults(tmp_path: Path) -> None:
 
 
 def test_overrides_reach_into_lists_and_read_numbers(tmp_path: Path) -> None:
-    plan = load_plan(write(tmp_path), ["trainer.learning_rate=1e-3", "environments.0.weight=2", "environments.0.config.group_size=4", "name=x"])
+    plan = load_plan(
+        write(tmp_path),
+        ["trainer.learning_rate=1e-3", "environments.0.weight=2", "environments.0.config.group_size=4", "name=x"],
+    )
     assert plan.trainer == {"learning_rate": 0.001}
     assert plan.environments[0].weight == 2.0
     assert plan.environments[0].config == {"group_size": 4}
@@ -62,7 +65,10 @@ def test_overrides_that_cannot_work(override: str, message: str) -> None:
     ("content", "message"),
     [
         ({"trainr": {}}, r"two_tasks.yaml: unknown key 'trainr'; did you mean 'trainer'"),
-        ({"environments": [{"path": TASK, "wieght": 1}]}, r"unknown key 'wieght'; did you mean 'weight'\? \(under environments\.0\)"),
+        (
+            {"environments": [{"path": TASK, "wieght": 1}]},
+            r"unknown key 'wieght'; did you mean 'weight'\? \(under environments\.0\)",
+        ),
         ({"rollout_server": {"prot": 1}}, r"unknown key 'prot'; did you mean 'port'\? \(under rollout_server\)"),
         ({"environments": []}, r"two_tasks.yaml: environments: "),
         ({"environments": [{"path": TASK, "weight": -1}]}, r"environments\.0\.weight: .*\(got -1\)"),
@@ -99,7 +105,10 @@ def test_trainer_keys_are_checked_against_the_trainer() -> None:
     ("environment", "message"),
     [
         ({"path": "no_such_file.py:Env"}, r"environments\.0 \(no_such_file.py:Env\): no environment file"),
-        ({"path": "atroposlib.envs.quickstart_env:RepeatLeters"}, "unknown environment 'RepeatLeters'; did you mean 'RepeatLetters'"),
+        (
+            {"path": "atroposlib.envs.quickstart_env:RepeatLeters"},
+            "unknown environment 'RepeatLeters'; did you mean 'RepeatLetters'",
+        ),
         ({"path": TASK, "config": {"gruop_size": 4}}, "unknown key .*'gruop_size'; did you mean 'group_size'"),
     ],
 )
@@ -120,7 +129,10 @@ def test_processes_and_files(tmp_path: Path) -> None:
         {
             "run_dir": str(tmp_path / "run"),
             "trainer": {"max_batches_offpolicy": 2},
-            "environments": [{"path": TASK, "copies": 2, "weight": 3}, {"path": TASK, "name": "other", "config": {"group_size": 4}}],
+            "environments": [
+                {"path": TASK, "copies": 2, "weight": 3},
+                {"path": TASK, "name": "other", "config": {"group_size": 4}},
+            ],
             "rollout_server": {"token": "secret"},
         },
         where="f.yaml",
@@ -144,6 +156,9 @@ def test_processes_and_files(tmp_path: Path) -> None:
 
 
 def test_an_external_policy_server() -> None:
-    plan = make_plan({"environments": [{"path": TASK}], "policy_server": {"url": "http://gpu:8000/v1", "server_type": "openai"}}, where="f")
+    plan = make_plan(
+        {"environments": [{"path": TASK}], "policy_server": {"url": "http://gpu:8000/v1", "server_type": "openai"}},
+        where="f",
+    )
     assert plan.policy_url == "http://gpu:8000"
     assert env_file_content(plan, plan.environments[0], "x")["openai"]["base_url"] == "http://gpu:8000/v1"

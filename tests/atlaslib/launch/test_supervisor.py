@@ -94,7 +94,10 @@ def test_wrong_configuration_is_not_tried_again(tmp_path: Path) -> None:
 
 def test_a_process_that_never_gets_ready_is_named(tmp_path: Path, free_port: int) -> None:
     spec = ProcessSpec(
-        name="slow", command=python("import time; time.sleep(60)"), ready_url=f"http://127.0.0.1:{free_port}/", ready_timeout_s=0.5
+        name="slow",
+        command=python("import time; time.sleep(60)"),
+        ready_url=f"http://127.0.0.1:{free_port}/",
+        ready_timeout_s=0.5,
     )
     with Supervisor([spec], tmp_path) as run, pytest.raises(RunFailedError, match=r"slow was not ready within 0\.5 s"):
         run.start()
@@ -103,8 +106,16 @@ def test_a_process_that_never_gets_ready_is_named(tmp_path: Path, free_port: int
 def test_preparation_ends_before_the_others_start(tmp_path: Path) -> None:
     made = tmp_path / "made"
     specs = [
-        ProcessSpec(name="prepare", command=python(f"import time; time.sleep(0.3); open({str(made)!r}, 'w').close()"), needed_by_all=True),
-        ProcessSpec(name="main", command=python(f"import os; raise SystemExit(0 if os.path.exists({str(made)!r}) else 1)"), ends_run=True),
+        ProcessSpec(
+            name="prepare",
+            command=python(f"import time; time.sleep(0.3); open({str(made)!r}, 'w').close()"),
+            needed_by_all=True,
+        ),
+        ProcessSpec(
+            name="main",
+            command=python(f"import os; raise SystemExit(0 if os.path.exists({str(made)!r}) else 1)"),
+            ends_run=True,
+        ),
     ]
     with Supervisor(specs, tmp_path) as run:
         run.start()
@@ -113,7 +124,9 @@ def test_preparation_ends_before_the_others_start(tmp_path: Path) -> None:
 
 
 def test_a_process_that_ignores_the_request_to_leave_is_killed(tmp_path: Path) -> None:
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+    )
     spec = ProcessSpec(name="stubborn", command=python(code), stop_timeout_s=0.3)
     run = Supervisor([spec], tmp_path)
     run.start()

@@ -52,15 +52,21 @@ def test_lineage_of_a_group_from_acceptance_to_checkpoint(log: RunLog) -> None:
     log.batch_acked(7)
     log.reported("trainer", 3, 100.0, {"loss": 0.25, "batch_seq": 7.0})
     log.committed(7, 3)
-    assert query(log, "SELECT group_id, env, batch_seq, mean_score, min_version, max_version FROM groups ORDER BY key") == [
+    assert query(
+        log, "SELECT group_id, env, batch_seq, mean_score, min_version, max_version FROM groups ORDER BY key"
+    ) == [
         ("g1", "sums", 7, 0.5, 4, 5),
         ("g2", "sums", 7, 0.5, 4, 5),
     ]
-    assert query(log, "SELECT sample_id, score, policy_versions, components FROM samples WHERE group_id = 'g1' ORDER BY idx") == [
+    assert query(
+        log, "SELECT sample_id, score, policy_versions, components FROM samples WHERE group_id = 'g1' ORDER BY idx"
+    ) == [
         ("g1/0", 0.0, "[4]", '{"right": 0.0}'),
         ("g1/1", 1.0, "[4, 5]", '{"right": 1.0}'),
     ]
-    assert query(log, "SELECT seq, step, deliveries FROM batches WHERE acked IS NOT NULL AND committed IS NOT NULL") == [(7, 3, 2)]
+    assert query(
+        log, "SELECT seq, step, deliveries FROM batches WHERE acked IS NOT NULL AND committed IS NOT NULL"
+    ) == [(7, 3, 2)]
     assert query(log, "SELECT * FROM steps") == [(3, 7)]
     assert query(log, "SELECT source, step, value FROM metrics WHERE name = 'loss'") == [("trainer", 3, 0.25)]
 
