@@ -6,10 +6,12 @@ is the environment's own cost: the loop, the server manager, the HTTP client, th
 
 The same environment code runs on this library and on atroposlib 0.4.0, alternating in one session, with the same
 versions of every dependency (the old library gets a virtual environment of its own under .cache/, made at the first
-run). Reported: groups per second of wall time, and milliseconds of the environment process's CPU time per group.
+run). Measured from the first rollout to the end of the last group of two full waves of workers. Reported: groups per
+second of wall time, and milliseconds of the environment process's CPU time per group (which other work on the machine
+changes less).
 
     python benchmarks/environment_loop.py
-    python benchmarks/environment_loop.py --only new --seconds 5
+    python benchmarks/environment_loop.py --only new --groups 1024
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ async def serve_instantly(port_file: str) -> None:
 # ---------------------------------------------------------------------- the environment, the same on both libraries
 
 
-def run_environment(port: int, tokenizer: str, warmup_s: float, seconds: float) -> None:
+def run_environment(port: int, tokenizer: str, groups: int) -> None:
     """Serve until the measurement is complete, print it, end the process."""
     from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 
@@ -118,8 +120,7 @@ def run_environment(port: int, tokenizer: str, warmup_s: float, seconds: float) 
     class LoopEnv(BaseEnv):
         name = "loop"
         num_groups = 0
-        begin: tuple[float, float, int] | None = None
-        first_at: float | None = None
+        begin: tuple[float, float] | None = None
 
         async def setup(self) -> None:
             pass
@@ -139,6 +140,8 @@ def run_environment(port: int, tokenizer: str, warmup_s: float, seconds: float) 
             return messages
 
         async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+            if self.begin is None:
+                self.begin = (time.perf_counter(), time.process_time())
             chats = await asyncio.gather(*(self.rollout(item) for _ in range(GROUP_SIZE)))
             group = ScoredDataGroup()
             group["tokens"] = [tokens for _ in chats]
@@ -148,19 +151,9 @@ def run_environment(port: int, tokenizer: str, warmup_s: float, seconds: float) 
             return group, []
 
         def measure(self) -> None:
-            now = time.perf_counter()
             self.num_groups += 1
-            if self.first_at is None:
-                self.first_at = now
-            elif self.begin is None:
-                if now - self.first_at > warmup_s:
-                    self.begin = (now, time.process_time(), self.num_groups)
-            elif now - self.begin[0] > seconds:
-                wall, cpu, groups = (
-                    now - self.begin[0],
-                    time.process_time() - self.begin[1],
-                    self.num_groups - self.begin[2],
-                )
+            if self.num_groups == groups and self.begin is not None:
+                wall, cpu = time.perf_counter() - self.begin[0], time.process_time() - self.begin[1]
                 sys.stdout.write("RESULT " + json.dumps({"groups": groups, "wall_s": wall, "cpu_s": cpu}) + "\n")
                 sys.stdout.flush()
                 os._exit(0)
@@ -200,8 +193,8 @@ def old_python() -> str:
 def measure(which: str, port: int, tokenizer: str, arguments: argparse.Namespace) -> dict[str, float]:
     python = sys.executable if which == "new" else old_python()
     command = [python, __file__, "--role", "environment", "--port", str(port), "--tokenizer", tokenizer]
-    command += ["--warmup", str(arguments.warmup), "--seconds", str(arguments.seconds)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.seconds + arguments.warmup + 180)
+    command += ["--groups", str(arguments.groups)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout)
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             found: dict[str, float] = json.loads(line[7:])
@@ -244,9 +237,11 @@ def compare(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("old", "new"), help="measure one side")
-    parser.add_argument("--seconds", type=float, default=5.0, help="length of a measurement")
-    parser.add_argument("--warmup", type=float, default=2.0, help="seconds before it")
+    parser.add_argument(
+        "--groups", type=int, default=2 * WORKERS, help="groups per measurement: whole waves of workers"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="measurements per side, alternating")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds one measurement may take")
     parser.add_argument(
         "--role", choices=("compare", "server", "environment"), default="compare", help=argparse.SUPPRESS
     )
@@ -257,7 +252,7 @@ def main() -> None:
     if arguments.role == "server":
         asyncio.run(serve_instantly(arguments.port_file))
     elif arguments.role == "environment":
-        run_environment(arguments.port, arguments.tokenizer, arguments.warmup, arguments.seconds)
+        run_environment(arguments.port, arguments.tokenizer, arguments.groups)
     else:
         compare(arguments)
 

@@ -103,12 +103,11 @@ def simulate(policy: Policy, setting: Setting, seed: int) -> Outcome:
             env.running = [group for group in env.running if group[1] > now]
             queued += len(ended)
             outcome.finished_s += sum(end - start for start, end in ended)
-        if now >= next_batch_at:
-            if queued >= groups_per_batch:
-                outcome.trainer_waited_s += now - next_batch_at
-                queued -= groups_per_batch
-                outcome.batches += 1
-                next_batch_at = now + TRAINER_S
+        if now >= next_batch_at and queued >= groups_per_batch:
+            outcome.trainer_waited_s += now - next_batch_at
+            queued -= groups_per_batch
+            outcome.batches += 1
+            next_batch_at = now + TRAINER_S
         env = envs[index]
         allowed, cancel = policy(setting, queued, len(env.running))
         outcome.cancelled_s += sum(now - start for start, _ in env.running[:cancel])

@@ -110,11 +110,42 @@ def test_the_constructor_keeps_its_order():
 
 @pytest.mark.parametrize(
     "method",
-    "config_init setup get_next_item evaluate collect_trajectories collect_trajectory postprocess_histories wandb_log save_checkpoint "
-    "load_checkpoint create_rollout_table add_rollouts_for_wandb cleanup cli add_train_workers env_step_checks get_server_info "
-    "evaluate_log setup_wandb register_env _register_env get_status perf_stats handle_send_to_api _send_scored_data_to_api "
-    "_post_json_with_compression handle_env env_manager process_manager _run_evaluate get_cli_serve_config_cls "
-    "get_cli_process_config_cls get_cli_evaluate_config_cls derived_batch_size".split(),
+    [
+        "config_init",
+        "setup",
+        "get_next_item",
+        "evaluate",
+        "collect_trajectories",
+        "collect_trajectory",
+        "postprocess_histories",
+        "wandb_log",
+        "save_checkpoint",
+        "load_checkpoint",
+        "create_rollout_table",
+        "add_rollouts_for_wandb",
+        "cleanup",
+        "cli",
+        "add_train_workers",
+        "env_step_checks",
+        "get_server_info",
+        "evaluate_log",
+        "setup_wandb",
+        "register_env",
+        "_register_env",
+        "get_status",
+        "perf_stats",
+        "handle_send_to_api",
+        "_send_scored_data_to_api",
+        "_post_json_with_compression",
+        "handle_env",
+        "env_manager",
+        "process_manager",
+        "_run_evaluate",
+        "get_cli_serve_config_cls",
+        "get_cli_process_config_cls",
+        "get_cli_evaluate_config_cls",
+        "derived_batch_size",
+    ],
 )
 def test_every_hook_is_there(method: str):
     from atroposlib.envs.base import BaseEnv

@@ -14,13 +14,13 @@ import pytest
 import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from tests.simple_env import NumbersEnv, RecordingClient, wait_until
 
 from atroposlib.envs import env_cli, env_runner
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.envs.env_config import EvalHandlingEnum
 from atroposlib.errors import ConfigError
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
-from tests.simple_env import NumbersEnv, RecordingClient, wait_until
 
 Make = Callable[..., Any]
 SOURCES = ("code", "yaml", "flag")
@@ -35,8 +35,16 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(request: pytest.FixtureRequest, tiny_tokenizer_dir: Path, tmp_path: Path) -> Make:
     """Build an environment whose parameters come from the source under test; ``base`` are fixed in config_init."""
 
-    def build(parameters: dict[str, Any], *, env_class: type[NumbersEnv] = NumbersEnv, testing: bool = True, **base: Any) -> Any:
-        fixed = {"group_size": 2, "use_wandb": False, "max_num_workers": 4, "tokenizer_name": str(tiny_tokenizer_dir), **base}
+    def build(
+        parameters: dict[str, Any], *, env_class: type[NumbersEnv] = NumbersEnv, testing: bool = True, **base: Any
+    ) -> Any:
+        fixed = {
+            "group_size": 2,
+            "use_wandb": False,
+            "max_num_workers": 4,
+            "tokenizer_name": str(tiny_tokenizer_dir),
+            **base,
+        }
         servers = [APIServerConfig(base_url="http://127.0.0.1:1/v1", api_key="x") for _ in range(2)]
         if request.param == "code":
             config = env_class.env_config_cls(**{**fixed, **parameters})
@@ -128,7 +136,9 @@ async def test_group_size(make: Make):
     assert env.rollouts % 3 == 0
 
 
-@pytest.mark.parametrize(("parameters", "most"), [({"max_num_workers": 3}, 3), ({"max_num_workers": -1, "max_num_workers_per_node": 2}, 4)])
+@pytest.mark.parametrize(
+    ("parameters", "most"), [({"max_num_workers": 3}, 3), ({"max_num_workers": -1, "max_num_workers_per_node": 2}, 4)]
+)
 async def test_max_num_workers_and_per_node(make: Make, parameters: dict[str, int], most: int):
     env = make(parameters, testing=False)  # two servers
     assert env.max_num_workers == most
@@ -180,7 +190,9 @@ class SlowEval(NumbersEnv):
 
 @pytest.mark.parametrize(("handling", "running"), [("STOP_TRAIN", 0), ("LIMIT_TRAIN", 2), ("NONE", 8)])
 async def test_eval_handling_and_limit_ratio(make: Make, handling: str, running: int):
-    env = make({"eval_handling": handling, "eval_limit_ratio": 0.25}, env_class=SlowEval, steps_per_eval=1, max_num_workers=8)
+    env = make(
+        {"eval_handling": handling, "eval_limit_ratio": 0.25}, env_class=SlowEval, steps_per_eval=1, max_num_workers=8
+    )
     env.rollout_s = 0.02
     client = RecordingClient(batch_size=1000)
     async with serving(env, client):
@@ -260,7 +272,15 @@ async def test_rollout_server_url(make: Make):
         seen.append(request.path)
         if request.path == "/register-env":
             return web.json_response(
-                {"status": "success", "env_id": 0, "wandb_name": "n_0", "checkpoint_dir": "", "starting_step": 0, "checkpoint_interval": -1, "num_steps": 1}
+                {
+                    "status": "success",
+                    "env_id": 0,
+                    "wandb_name": "n_0",
+                    "checkpoint_dir": "",
+                    "starting_step": 0,
+                    "checkpoint_interval": -1,
+                    "num_steps": 1,
+                }
             )
         return web.json_response({"batch_size": 8, "max_token_len": 64, "current_step": 1, "queue_size": 0})
 
@@ -370,7 +390,13 @@ async def test_min_batch_allocation(make: Make):
     client.queue_size = 0
 
     async def status() -> dict[str, Any]:
-        return {"current_step": 0, "queue_size": 1000, "self_queue_size": 0, "unallocated_fraction": 0.5, "max_group_size": 2}
+        return {
+            "current_step": 0,
+            "queue_size": 1000,
+            "self_queue_size": 0,
+            "unallocated_fraction": 0.5,
+            "max_group_size": 2,
+        }
 
     client.status = status  # type: ignore[method-assign]
     async with serving(env, client):
@@ -414,5 +440,7 @@ async def test_custom_thinking_prompt(make: Make):
 
 def test_every_parameter_has_a_test_here():
     source = Path(__file__).read_text()
-    tested = [name for name in BaseEnvConfig.model_fields if f'"{name}"' in source.split("def test_unknown_arguments")[1]]
+    tested = [
+        name for name in BaseEnvConfig.model_fields if f'"{name}"' in source.split("def test_unknown_arguments")[1]
+    ]
     assert sorted(set(BaseEnvConfig.model_fields) - set(tested)) == []

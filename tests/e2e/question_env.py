@@ -12,7 +12,9 @@ class QuestionEnv(BaseEnv):
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
-        return BaseEnvConfig(use_wandb=False, steps_per_eval=5, max_token_length=256), [APIServerConfig(server_type="vllm", api_key="x")]
+        return BaseEnvConfig(use_wandb=False, steps_per_eval=5, max_token_length=256), [
+            APIServerConfig(server_type="vllm", api_key="x")
+        ]
 
     async def setup(self) -> None:
         self.asked = 0

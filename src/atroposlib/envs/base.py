@@ -211,7 +211,7 @@ class BaseEnv(ABC):
 
     def load_checkpoint(self) -> None:
         """Set every saved attribute from the newest checkpoint at or before the current step."""
-        path = newest_checkpoint(self.checkpoint_dir, self.wandb_prepend, self.curr_step)
+        path = newest_checkpoint(self.checkpoint_dir, self.wandb_prepend, self.curr_step, base_name=self.display_name)
         if path is None:
             logger.info("no checkpoint of %s at or before step %d", self.wandb_prepend, self.curr_step)
             return

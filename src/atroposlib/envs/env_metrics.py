@@ -78,7 +78,7 @@ class EnvStatistics:
             self._shown.add(reason)
             logger.warning("group rejected (%s): %s; further ones are only counted", reason, detail)
 
-    def report(self, *, num_workers: int, num_backlog: int, policy_lag: int | None = None) -> dict[str, float]:
+    def report(self, *, num_workers: int, num_backlog: int) -> dict[str, float]:
         """The numbers for the live page."""
         metrics: dict[str, float] = {
             "rollout/num_groups_sent": self.num_groups_sent,
@@ -89,8 +89,6 @@ class EnvStatistics:
             "rollout/num_workers": num_workers,
             "rollout/num_backlog": num_backlog,
         }
-        if policy_lag is not None:
-            metrics["rollout/policy_lag"] = policy_lag
         metrics.update({f"rollout/num_groups_rejected_{reason}": count for reason, count in self.rejected.items()})
         metrics.update({f"rollout/num_failures_{place}": count for place, count in self.failures.by_place.items()})
         get_std_min_max_avg("rollout/reward", list(self.recent_scores), metrics)
@@ -158,7 +156,9 @@ def is_wandb_installed() -> bool:
     try:
         import wandb  # noqa: F401
     except ImportError:
-        logger.warning("wandb is not installed, so nothing is logged there; pip install 'atropos-atlas[wandb]' or set use_wandb=False")
+        logger.warning(
+            "wandb is not installed, so nothing is logged there; pip install 'atropos-atlas[wandb]' or set use_wandb=False"
+        )
         return False
     return True
 

@@ -128,8 +128,8 @@ class GroupWorkers:
         return result
 
     async def _postprocess(self, result: Any) -> Any:
-        processed = self.env.postprocess_histories(result)
         try:
+            processed = self.env.postprocess_histories(result)
             return await processed if inspect.isawaitable(processed) else processed
         except Exception as error:  # user code: counted and shown, never a score
             self.env.statistics.failures.record("postprocess_histories", error)
