@@ -2,7 +2,8 @@
 
 Environments call ``tokenizer.apply_chat_template(messages)`` and expect a list. Newer transformers return a
 ``BatchEncoding`` there; the tokenizer made here keeps the list, on old and new versions alike. ``return_dict``
-and ``return_tensors`` passed explicitly do what they always did.
+and ``return_tensors`` passed explicitly do what they always did. Calls that newer versions dropped (``encode_plus``,
+``batch_encode_plus``, ``additional_special_tokens``) stay.
 """
 
 from __future__ import annotations
@@ -22,6 +23,22 @@ class ListChatTemplate:
         if not kwargs.get("return_assistant_tokens_mask"):
             kwargs.setdefault("return_dict", False)
         return super().apply_chat_template(conversation, *args, **kwargs)  # type: ignore[misc]
+
+    def encode_plus(self, text: Any, text_pair: Any = None, **kwargs: Any) -> Any:
+        """One text as a ``BatchEncoding``."""
+        return self(text, text_pair, **kwargs)  # type: ignore[operator]
+
+    def batch_encode_plus(self, texts: Any, **kwargs: Any) -> Any:
+        """Several texts as one ``BatchEncoding``."""
+        return self(list(texts), **kwargs)  # type: ignore[operator]
+
+    def __getattr__(self, name: str) -> Any:
+        """The old names of the further special tokens, where the tokenizer has only the new one."""
+        if name == "additional_special_tokens":
+            return list(super().__getattr__("extra_special_tokens"))  # type: ignore[misc]
+        if name == "additional_special_tokens_ids":
+            return [self.convert_tokens_to_ids(token) for token in self.additional_special_tokens]
+        return super().__getattr__(name)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle as the tokenizer's own class; the mixin is added again on loading."""

@@ -56,6 +56,18 @@ def test_copies_pickles_and_saved_folders_keep_it(tiny_tokenizer_dir: Path, tmp_
     assert load_tokenizer(str(tmp_path)).apply_chat_template(CHAT) == ids
 
 
+def test_calls_that_newer_versions_dropped_stay(tiny_tokenizer_dir: Path):
+    tokenizer = load_tokenizer(str(tiny_tokenizer_dir))
+    ids = tokenizer.encode("abc")
+    assert tokenizer.encode_plus("abc")["input_ids"] == ids
+    assert tokenizer.batch_encode_plus(["abc", "d"])["input_ids"] == [ids, tokenizer.encode("d")]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|tool|>"]})
+    assert tokenizer.additional_special_tokens == ["<|tool|>"]
+    assert tokenizer.additional_special_tokens_ids == [tokenizer.convert_tokens_to_ids("<|tool|>")]
+    with pytest.raises(AttributeError):
+        tokenizer.no_such_thing  # noqa: B018 - reading it is the test
+
+
 def test_giving_it_twice_changes_nothing(tiny_tokenizer_dir: Path):
     tokenizer = load_tokenizer(str(tiny_tokenizer_dir))
     kind = type(tokenizer)
