@@ -23,11 +23,6 @@ def main(argv: list[str]) -> int:
     """Exit codes as for `atropos run`."""
     options = parse(argv)
     logging.basicConfig(level=logging.ERROR)
-    if options.teacher:
-        from atlaslib.launch.teacher_quickstart import run_teacher_quickstart
-
-        return run_teacher_quickstart(options)
-
     from atlaslib.launch.plan import check_plan, make_plan
     from atlaslib.launch.running import clear_run, finished_step, run_plan
 
@@ -42,7 +37,11 @@ def main(argv: list[str]) -> int:
             f"{plan.run_dir} has finished at step {done}: atropos view {plan.run_dir} shows it; --fresh starts anew, --steps {2 * done} goes on"
         )
         return 0
-    return run_plan(plan, title=f"atropos quickstart ({options.model})", live=False if options.plain else None)
+    return run_plan(
+        plan,
+        title=f"atropos quickstart ({'teacher' if options.teacher else options.model})",
+        live=False if options.plain else None,
+    )
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -70,6 +69,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="further settings as for atropos run, for instance trainer.learning_rate=1e-3",
     )
     options = parser.parse_intermixed_args(argv)
+    if options.teacher and (options.env or options.model != "tiny"):
+        parser.error("--teacher is a built-in example with its own models; for yours use: atropos train --help")
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps is {options.steps}; it must be at least 1")
     if options.run_dir is None:
@@ -82,6 +83,8 @@ def plan_content(options: argparse.Namespace) -> dict[str, Any]:
     """The plan of the quickstart, as the content of a plan file."""
     from atlaslib.launch.plan import apply_override
 
+    if options.teacher:
+        return teacher_content(options)
     small = options.model == "tiny"
     content: dict[str, Any] = {
         "name": f"quickstart {options.model}",
@@ -96,6 +99,27 @@ def plan_content(options: argparse.Namespace) -> dict[str, Any]:
         content["trainer"]["max_steps"] = options.steps
     if not options.env:
         content["environments"][0]["config"] = {"task_seed": options.seed}
+    for override in options.set:
+        apply_override(content, override)
+    return content
+
+
+def teacher_content(options: argparse.Namespace) -> dict[str, Any]:
+    """The plan of the teaching example."""
+    from atlaslib.launch.plan import apply_override
+    from atlaslib.launch.teacher_models import TEMPLATES
+
+    content: dict[str, Any] = {
+        "name": "quickstart teacher",
+        "kind": "teacher",
+        "run_dir": str(options.run_dir),
+        "model": "tiny",
+        "seed": options.seed,
+        "trainer": {**TEACHER_TRAINER, **TEMPLATES},
+        "rollout_server": {"port": options.port},
+    }
+    if options.steps is not None:
+        content["trainer"]["max_steps"] = options.steps
     for override in options.set:
         apply_override(content, override)
     return content
@@ -132,4 +156,15 @@ LANGUAGE_TRAINER: dict[str, Any] = {
     "max_staleness": 3,
     "save_steps": 10,
     "weight_decay": 0.0,
+}
+TEACHER_TRAINER: dict[str, Any] = {
+    "max_steps": 40,
+    "learning_rate": 2e-3,
+    "warmup_ratio": 0.0,
+    "per_device_train_batch_size": 32,
+    "num_generations": 8,
+    "temperature": 1.0,
+    "max_completion_length": 8,
+    "logging_steps": 1,
+    "save_steps": 20,
 }

@@ -78,10 +78,13 @@ class RunPlan(_Section):
     name: str = "run"
     run_dir: Path = Path("runs/run")
     model: str = "tiny"
+    kind: Literal["grpo", "teacher"] = Field(
+        default="grpo", description="teacher: the built-in teaching example, which needs no environment"
+    )
     seed: int = 0
     threads: int = Field(default=0, ge=0, description="torch threads of the trainer; 0: one for tiny models, else all")
     trainer: dict[str, Any] = Field(default_factory=dict)
-    environments: list[EnvironmentPlan] = Field(min_length=1)
+    environments: list[EnvironmentPlan] = Field(default_factory=list)
     rollout_server: RolloutServerPlan = Field(default_factory=RolloutServerPlan)
     policy_server: PolicyServerPlan = Field(default_factory=PolicyServerPlan)
 
@@ -127,7 +130,10 @@ def load_plan(path: Path, overrides: list[str]) -> RunPlan:
 def make_plan(content: dict[str, Any], *, where: str) -> RunPlan:
     """Check the content of a plan; an error names ``where``, the key and the nearest known one."""
     try:
-        return RunPlan.model_validate(_with_floats(content))
+        plan = RunPlan.model_validate(_with_floats(content))
+        if plan.kind == "grpo" and not plan.environments:
+            raise ConfigError(f"{where}: environments: at least one is needed (path: file.py:Class)")
+        return plan
     except ValidationError as error:
         raise ConfigError(
             "\n".join(_sentence(where, problem, content) for problem in error.errors(include_url=False))

@@ -25,7 +25,11 @@ DONE_FILE = "done.json"
 def prepare_model(plan: RunPlan) -> None:
     """Make the model folder for the built-in models; others exist already."""
     folder = plan.run_dir / "model"
-    if plan.model == "tiny":
+    if plan.kind == "teacher":
+        from atlaslib.launch.teacher_models import build_teaching_models
+
+        build_teaching_models(plan.run_dir, seed=plan.seed)
+    elif plan.model == "tiny":
         from atlaslib.launch.quickstart_model import build_quickstart_model
 
         build_quickstart_model(folder, seed=plan.seed)
@@ -58,13 +62,46 @@ def trainer_settings(plan: RunPlan) -> dict[str, Any]:
     places: dict[str, Any] = {
         "output_dir": str(plan.run_dir / "checkpoints"),
         "model_name_or_path": plan.model_dir,
-        "rollout_server_url": plan.rollout_url,
-        "rollout_server_token": plan.rollout_server.token,
         "metrics_file": "../metrics.jsonl",
     }
+    if plan.kind == "teacher":
+        return defaults | plan.trainer | places
+    places |= {"rollout_server_url": plan.rollout_url, "rollout_server_token": plan.rollout_server.token}
     if plan.policy_server.url is None:
         places |= {"policy_server_port": plan.policy_server.port, "policy_model_name": plan.policy_server.model_name}
     return defaults | plan.trainer | places
+
+
+def make_trainer(config: Any) -> Any:
+    """A trainer on what the environments send."""
+    from atlaslib.trainers.grpo import GRPOTrainer
+
+    return GRPOTrainer(config)
+
+
+def make_teacher(plan: RunPlan, config: Any) -> Any:
+    """The teacher of the teaching example; it makes its own rollouts and reports its numbers to the page."""
+    from transformers import TrainerCallback
+
+    from atlaslib.launch.teacher_models import ROWS
+    from atlaslib.trainers.teacher_trainers import TeacherGRPOTrainer
+    from atroposlib.api.client import TrainerClient
+
+    client = TrainerClient(plan.rollout_url, token=plan.rollout_server.token)
+
+    class Report(TrainerCallback):  # type: ignore[misc]
+        """Every logged number goes to the live page."""
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            numbers = {name: float(value) for name, value in (logs or {}).items() if isinstance(value, (int, float))}
+            try:
+                client.report("trainer", state.global_step, numbers)
+            except Exception as error:  # the page is a convenience: whatever went wrong, training goes on
+                logger.debug("numbers of step %d not reported: %r", state.global_step, error)
+
+    return TeacherGRPOTrainer(
+        config, train_dataset=ROWS, student_model=str(plan.run_dir / "student"), logging_prob=0.05, callbacks=[Report()]
+    )
 
 
 def run(plan: RunPlan) -> int:
@@ -73,11 +110,10 @@ def run(plan: RunPlan) -> int:
 
     if plan.threads or plan.model == "tiny":
         torch.set_num_threads(plan.threads or 1)
-    from atlaslib.trainers.grpo import GRPOTrainer
     from atlaslib.trainers.grpo_config import GRPOConfig
 
     config = GRPOConfig(**trainer_settings(plan))
-    trainer = GRPOTrainer(config)
+    trainer = make_teacher(plan, config) if plan.kind == "teacher" else make_trainer(config)
     trainer.train(resume_from_checkpoint="auto")
     if trainer.state.global_step >= config.max_steps:
         trainer.save_model(str(plan.run_dir / "final_model"))
