@@ -31,10 +31,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from atroposlib.api.events import Event, encode_event
+from atroposlib.api.events import Event, GroupAdded, encode_event
 from atroposlib.api.segments import Segments, record_bytes
 from atroposlib.api.snapshot import restore_snapshot, take_snapshot
-from atroposlib.api.store import RolloutStore, StoredGroup
+from atroposlib.api.store import Counters, RolloutStore, StoredGroup
 from atroposlib.errors import JournalError
 
 logger = logging.getLogger(__name__)
@@ -92,11 +92,11 @@ class Journal:
         """Take the folder, read it back into the (empty) store, start writing."""
         self._loop = asyncio.get_running_loop()
         self._store = store
-        self._take_folder()
+        self.take_folder()
         started = time.monotonic()
         self.segments = Segments(self.folder)
         records = await asyncio.to_thread(self._replay)
-        store.on_forget = self._forgotten
+        store.counters = Counters()  # they count what this process does
         store.ledger.settle_after_restart()
         self._applied_lsn = self.segments.next_lsn - 1
         self.segments.start_new()
@@ -110,15 +110,20 @@ class Journal:
                 self.folder, len(store.groups), len(store.ledger.batches), store.current_step, records, time.monotonic() - started,
             )  # fmt: skip
 
-    def _take_folder(self) -> None:
+    def take_folder(self) -> None:
+        """Make the folder and lock it; JournalError when another server has it. `open` does so, if nobody did before."""
+        if self._lock_file is not None:
+            return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock_file = open(self.folder / "lock", "w")  # noqa: SIM115 (held until close)
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file = open(self.folder / "lock", "w")  # noqa: SIM115 (held until close)
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            lock_file.close()
             raise JournalError(f"the data folder {self.folder} is used by another rollout server; stop it or give another --data-dir") from None
         except OSError as error:
             raise JournalError(f"the data folder {self.folder} cannot be used: {error}; give another --data-dir, or --in-memory") from error
+        self._lock_file = lock_file
 
     def _replay(self) -> int:
         """Restore the snapshot and apply what came after it. Returns the number of records applied."""
@@ -129,6 +134,8 @@ class Journal:
             self._needed(group.location)
         count = 0
         for lsn, event, payload, location in self.segments.records_after(self._snapshot_lsn):
+            if isinstance(event, GroupAdded) and event.given_id and store.seen.get(event.group_id) is not None:
+                continue  # refused after all when it came first, and sent again: it counts once
             self._needed(location)
             store.apply(event, payload, location)
             self._applied_lsn = lsn
@@ -148,6 +155,7 @@ class Journal:
         await self._tidy()
         self.segments.close()
         self._lock_file.close()
+        self._lock_file = None
 
     # ---- writing ------------------------------------------------------------------------------------------------------
 
@@ -173,7 +181,7 @@ class Journal:
                 batch, self._pending = self._pending, []
                 stopping = self._stopping
             if batch:
-                self._write_batch(batch)
+                self._write_or_fail(batch)
                 unsynced = self.durability != "safe"
             if unsynced and self.durability == "interval" and time.monotonic() - last_sync >= self.interval_s:
                 self._sync()
@@ -185,6 +193,14 @@ class Journal:
                 self._sync()
                 return
 
+    def _write_or_fail(self, batch: list[_Write]) -> None:
+        try:
+            self._write_batch(batch)
+        except Exception as error:  # without its thread the server would wait for ever: whatever it is, the requests hear of it
+            logger.exception("writing the journal failed")
+            for write in batch:
+                write.error = OSError(errno.EIO, f"{type(error).__name__}: {error}")
+
     def _write_batch(self, batch: list[_Write]) -> None:
         full = self._disk_full()
         writes: list[_Write] = []
@@ -193,6 +209,7 @@ class Journal:
                 write.error = OSError(errno.ENOSPC, f"less than {self.min_free_bytes >> 20} MiB are free in {self.folder}")
             else:
                 writes.append(write)
+        before = self.segments.size, self.segments.next_lsn
         for start in range(0, len(writes), _MAX_PARTS // 2):
             chunk = writes[start : start + _MAX_PARTS // 2]
             error = self._append(chunk)
@@ -200,6 +217,7 @@ class Journal:
                 for write in chunk:
                     write.error = self._append([write])
         if self.durability == "safe" and (error := self._sync()) is not None:
+            self.segments.cut_back(*before)  # what is refused must not be there after a restart
             for write in writes:
                 write.error = write.error or error
         self.failed_writes += sum(1 for write in batch if write.error is not None)

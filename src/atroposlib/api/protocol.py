@@ -90,6 +90,8 @@ class RolloutProtocol(HttpToolsProtocol):
         headers: dict[bytes, bytes] = {}
         for line in data[match.end() : end].split(b"\r\n"):
             name, _, value = line.partition(b":")
+            if name.lower() in headers or name[:1] in (b" ", b"\t"):  # said twice, or folded: not for the short cut
+                return None, 0
             headers[name.lower()] = value.strip()
         length = headers.get(b"content-length", b"")
         if (

@@ -64,6 +64,10 @@ class Segments:
         """Every record with a number above `lsn`: number, event, payload, location of the payload. Cuts off a torn tail."""
         self.next_lsn = lsn + 1
         numbers = self.numbers()
+        if numbers and numbers[0] > lsn + 1:
+            raise JournalError(
+                f"records {lsn + 1} to {numbers[0] - 1} of the journal in {self.folder} are missing; restore the folder, or move it away to start afresh"
+            )
         first = max((index for index, number in enumerate(numbers) if number <= lsn + 1), default=0)
         for index, number in enumerate(numbers[first:], first):
             yield from self._read_segment(number, lsn, last=index == len(numbers) - 1)
@@ -140,16 +144,17 @@ class Segments:
                 rest = b"".join(parts)[written:]
                 written += os.write(self._fd, rest)
         except OSError:
-            self._cut_back()
+            self.cut_back(self.size, self.next_lsn)
             raise
         self.size += total
         self.next_lsn += count
 
-    def _cut_back(self) -> None:
-        """Take back what a failed write left behind."""
+    def cut_back(self, size: int, next_lsn: int) -> None:
+        """Take back what a failed write or sync left behind."""
         assert self._fd is not None
-        os.ftruncate(self._fd, self.size)
-        os.lseek(self._fd, self.size, os.SEEK_SET)
+        os.ftruncate(self._fd, size)
+        os.lseek(self._fd, size, os.SEEK_SET)
+        self.size, self.next_lsn = size, next_lsn
 
     def sync(self) -> None:
         """Force what was written to the disk."""

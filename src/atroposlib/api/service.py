@@ -30,6 +30,7 @@ from atroposlib.api.leases import Batch, LeaseState
 from atroposlib.api.schemas import RegisterEnv, Registration
 from atroposlib.api.store import RolloutStore, StoredGroup
 from atroposlib.api.wire import WireError, WireGroup
+from atroposlib.errors import JournalError
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +157,10 @@ class RolloutService:
         self.store.ledger.mark_sent(batch.seq, plain=delivery.plain)
         self.store.counters.batches_delivered += 1
         self.store.notify("batch_delivered", batch.seq)
-        await self._do(event, lambda _: None)
+        try:
+            await self._do(event, lambda _: None)
+        except JournalError as error:  # the reply is out; without this record the batch may come twice after a restart
+            logger.warning("that batch %d arrived could not be noted: %s", batch.seq, error)
 
     def undelivered(self, delivery: Delivery) -> None:
         """The client went away without the reply: the batch waits for the next who asks."""

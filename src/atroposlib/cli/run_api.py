@@ -83,6 +83,8 @@ def serve(options: argparse.Namespace) -> int:
         run_log = open_run_log(settings.data_dir)
         app = build_app(settings, observers=[run_log])
         attach_live_page(app, run_log)
+    if (journal := app.state.service.journal) is not None:
+        journal.take_folder()
     server = server_for(app, options.log_level)
     where = "in memory" if settings.data_dir is None else f"journal in {settings.data_dir.resolve()} ({settings.durability})"
     print(f"rollout server on http://{host}:{port} ({where})", flush=True)

@@ -301,3 +301,55 @@ def test_sigterm_is_an_orderly_end(durable: ApiProcess) -> None:
     assert durable.process is not None
     durable.process.send_signal(signal.SIGTERM)
     assert durable.process.wait(20) == 0
+
+
+def test_a_failed_sync_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(service: RolloutService) -> int:
+        await _fill(service, 2)
+        journal = service.journal
+        assert journal is not None
+        (one,) = parse_json_groups(str(group(7, group_id="seven")).replace("'", '"').encode(), many=False)
+        with monkeypatch.context() as broken:
+            broken.setattr(journal.segments, "sync", _no_sync)
+            with pytest.raises(JournalError, match="cannot be written"):
+                await service.submit([one])
+        assert len(service.store.groups) == 2
+        assert await service.submit([one]) == [-1]  # the same one, sent again
+        return journal.failed_writes
+
+    store, failed = _run(tmp_path, work)
+    assert (len(store.groups), failed) == (3, 1)
+    (tmp_path / "snapshot").unlink()
+    again, _ = _run(tmp_path, lambda s: asyncio.sleep(0))
+    assert sorted(stored.key for stored in again.groups.values()) == [1, 2, 4]  # key 3 was refused
+    assert again.counters.groups_accepted == 0  # counters count what this process does
+
+
+def _no_sync() -> None:
+    raise OSError(5, "Input/output error")
+
+
+def test_missing_records_are_an_error(tmp_path: Path) -> None:
+    _run(tmp_path, lambda s: _fill(s, 20), segment_bytes=10_000)
+    (tmp_path / "snapshot").unlink()
+    (tmp_path / _segments(tmp_path)[0]).unlink()
+    with pytest.raises(JournalError, match=r"records 1 to \d+ of the journal"):
+        _run(tmp_path, lambda s: asyncio.sleep(0))
+
+
+def test_a_nearly_full_disk_takes_no_groups_but_positions(tmp_path: Path) -> None:
+    async def work(service: RolloutService) -> None:
+        await _fill(service, 3)
+        await _take(service, 1)
+        journal = service.journal
+        assert journal is not None
+        journal.min_free_bytes = 2**62
+        (one,) = parse_json_groups(str(group(7)).replace("'", '"').encode(), many=False)
+        with pytest.raises(JournalError, match="are free in"):
+            await service.submit([one])
+        await service.ack(1)
+        await service.commit(1, 1)
+        await _take(service, 1)
+        assert service.store.ledger.committed == 1
+
+    _run(tmp_path, work)
