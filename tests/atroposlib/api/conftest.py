@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import requests
-
 from rollout_calls import Caller
 
 from atroposlib.testing.api import ApiProcess, serve_api
