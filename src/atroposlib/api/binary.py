@@ -156,7 +156,7 @@ def encode_group(group: dict[str, Any]) -> bytes:
         "scores": np.asarray([float(score) for score in group["scores"]], SCORE).tobytes(),
     }
     for name in ("inference_logprobs", "ref_logprobs"):
-        if group.get(name) is not None:
+        if group.get(name) is not None and len(group[name]):  # environments send [] for "none"
             content[name] = _positions(group[name], sizes, FLOAT)
     if group.get("advantages") is not None:
         rows = [np.asarray(row, FLOAT) for row in group["advantages"]]

@@ -185,6 +185,7 @@ def check_lengths(
     size = len(tokens)
     if size == 0:
         raise WireError("the group is empty: 'tokens' has 0 sequences; send at least one", "tokens")
+    logprobs = {name: lengths for name, lengths in logprobs.items() if lengths}  # environments send [] for "none"
     for name, count in (("masks", len(masks)), ("scores", len(scores)), *((n, len(lens)) for n, lens in logprobs.items())):
         if count != size:
             raise WireError(f"'{name}' has {count} entries and 'tokens' has {size} sequences; send one per sequence", name)
