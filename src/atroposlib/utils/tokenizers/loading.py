@@ -34,11 +34,14 @@ class ListChatTemplate:
 
     def __getattr__(self, name: str) -> Any:
         """The old names of the further special tokens, where the tokenizer has only the new one."""
-        if name == "additional_special_tokens":
-            return list(super().__getattr__("extra_special_tokens"))  # type: ignore[misc]
-        if name == "additional_special_tokens_ids":
-            return [self.convert_tokens_to_ids(token) for token in self.additional_special_tokens]
-        return super().__getattr__(name)  # type: ignore[misc]
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            if name == "additional_special_tokens":
+                return list(super().__getattr__("extra_special_tokens"))  # type: ignore[misc]
+            if name == "additional_special_tokens_ids":
+                return [self.convert_tokens_to_ids(token) for token in self.additional_special_tokens]
+            raise
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle as the tokenizer's own class; the mixin is added again on loading."""
