@@ -33,6 +33,7 @@ from atroposlib.envs.server_handling.sequence_tree import (
     prefix_of,
     recorded_node,
     suffix_after_reply,
+    turn_of,
 )
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.errors import AtroposError, ConfigError, InferenceUnavailableError
@@ -152,7 +153,7 @@ class ManagedServer:
             turn.conversation = conversation_keys([*messages, message], tools)[-1]
             contents.append({"content": content or (None if tool_calls else ""), "tool_calls": tool_calls})
             reasons.append(reason)
-        self._record(reply.turns, prefix)
+        self._record(reply.turns, prompt, prefix)
         answer = chat_reply(self._model_name(), contents, reasons, reply.num_prompt_tokens, reply.num_sampled)
         return answer, [turn.node for turn in reply.turns]
 
@@ -162,11 +163,10 @@ class ManagedServer:
         prefix = None
         found = self._tree.find_text(prompt)
         if found is not None:
-            turn, with_control = found
-            matched = turn.prompt_text + (turn.reply_raw if with_control else turn.reply_text)
-            prefix = prefix_of(turn, prompt[len(matched) :], drop_end=not with_control)
+            turn, length, with_control = found
+            prefix = prefix_of(turn, prompt[length:], drop_end=not with_control)
         reply = await self._sample(prompt, prefix, kwargs, is_chat=False, keep_control_tokens=False)
-        self._record(reply.turns, prefix)
+        self._record(reply.turns, prompt, prefix)
         texts = [turn.reply_text for turn in reply.turns]
         return completion_reply(
             self._model_name(), texts, reply.finish_reasons, reply.num_prompt_tokens, reply.num_sampled
@@ -239,9 +239,9 @@ class ManagedServer:
 
     @staticmethod
     def _text_prefix(turn: Turn, prompt: str, turn_end: str | None) -> Prefix | None:
-        if not prompt.startswith(turn.prompt_text):
+        if not turn.begins(prompt):
             return None
-        suffix = suffix_after_reply(prompt[len(turn.prompt_text) :], turn, turn_end)
+        suffix = suffix_after_reply(prompt[turn.prompt_length :], turn, turn_end)
         return None if suffix is None else prefix_of(turn, suffix)
 
     def _say_branching(self) -> None:
@@ -278,7 +278,7 @@ class ManagedServer:
                 full_text=prompt + text,
                 metadata=metadata,
             )
-            turns.append(Turn(node=node, prompt_text=prompt, reply_raw=raw_text, reply_text=text, end_text=end_text))
+            turns.append(turn_of(node, prompt_text=prompt, reply_raw=raw_text, reply_text=text, end_text=end_text))
             finish_reasons.append(reason)
         return _Reply(turns, finish_reasons, len(prompt_ids))
 
@@ -331,8 +331,8 @@ class ManagedServer:
             self._control_ids_of = self.tokenizer
         return self._known_control_ids
 
-    def _record(self, turns: Sequence[Turn], prefix: Prefix | None) -> None:
-        self._tree.add(turns, prefix.turn if prefix is not None else None)
+    def _record(self, turns: Sequence[Turn], prompt: str, prefix: Prefix | None) -> None:
+        self._tree.add(turns, prompt, prefix.turn if prefix is not None else None)
         if self.track_tree:
             for turn in turns:
                 key, copies = turn.node.full_text, 1
@@ -365,7 +365,7 @@ def _flat(ids: Any) -> list[int]:
 def _versions(prefix: Prefix | None, per_sequence: list[list[int]], index: int, num_outputs: int) -> dict[str, Any]:
     if len(per_sequence) != num_outputs:
         return {}
-    earlier = (prefix.turn.node.metadata or {}).get("policy_versions", []) if prefix is not None else []
+    earlier = prefix.turn.policy_versions if prefix is not None else ()
     return {"policy_versions": sorted({*earlier, *per_sequence[index]})}
 
 

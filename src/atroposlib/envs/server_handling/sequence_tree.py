@@ -23,16 +23,51 @@ class SequenceNode(BaseModel):
     metadata: dict[str, Any] | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Place:
+    """Where a sequence stands in the record. All turns of a sequence share it, so that earlier turns, which are prefixes
+    of the node that replaced theirs, cost no memory of their own."""
+
+    node: SequenceNode
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Turn:
     """What is known of the moment a node was made; needed to see whether a later prompt continues it."""
 
-    node: SequenceNode
-    prompt_text: str
+    place: Place
+    num_tokens: int  # of the node when this turn ended
+    prompt_length: int
+    prompt_hash: int  # of the prompt's text
     reply_raw: str  # the sampled text with control tokens
     reply_text: str  # without
     end_text: str  # text of the control token that ended the reply; empty when none did
+    policy_versions: tuple[int, ...] = ()
     conversation: Hashable | None = None  # key of the messages including the reply; None for plain completions
+    is_continued: bool = False  # its node was replaced by a longer one
+
+    @property
+    def node(self) -> SequenceNode:
+        """The node of this turn, or the longer one that replaced it."""
+        return self.place.node
+
+    def begins(self, prompt: str) -> bool:
+        """Whether ``prompt`` begins with the prompt of this turn."""
+        return len(prompt) >= self.prompt_length and hash(prompt[: self.prompt_length]) == self.prompt_hash
+
+
+def turn_of(node: SequenceNode, *, prompt_text: str, reply_raw: str, reply_text: str, end_text: str) -> Turn:
+    """The turn that made ``node``."""
+    return Turn(
+        place=Place(node),
+        num_tokens=len(node.tokens),
+        prompt_length=len(prompt_text),
+        prompt_hash=hash(prompt_text),
+        reply_raw=reply_raw,
+        reply_text=reply_text,
+        end_text=end_text,
+        policy_versions=tuple((node.metadata or {}).get("policy_versions", ())),
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,67 +91,70 @@ class SequenceTree:
         self.keep_all = keep_all
         self.nodes: list[SequenceNode] = []
         self._by_conversation: dict[Hashable, list[Turn]] = defaultdict(list)
-        self._by_text: dict[str, list[Turn]] = defaultdict(list)
-        self._text_lengths: dict[int, int] = defaultdict(int)  # length -> how many texts have it
+        self._by_text: dict[
+            int, dict[int, list[tuple[Turn, bool]]]
+        ] = {}  # length -> hash -> (turn, with control token)
 
     def clear(self) -> None:
         """Forget everything."""
         self.nodes = []
         self._by_conversation.clear()
         self._by_text.clear()
-        self._text_lengths.clear()
 
     def is_live(self, turn: Turn) -> bool:
         """Whether the node is still a leaf: nothing has continued it in place."""
-        return any(node is turn.node for node in self.nodes)
+        return not turn.is_continued and any(node is turn.node for node in self.nodes)
 
     def find_conversation(self, keys: Sequence[Hashable]) -> tuple[int, Turn] | None:
         """The longest recorded conversation that begins this one, with its number of messages."""
         for count in range(len(keys), 0, -1):
-            turn = self._preferred(self._by_conversation.get(keys[count - 1]))
-            if turn is not None:
-                return count, turn
+            turns = self._by_conversation.get(keys[count - 1])
+            if turns:
+                # Equal replies are continued one after the other; when all are, a new branch starts.
+                return count, next((turn for turn in turns if self.is_live(turn)), turns[0])
         return None
 
-    def find_text(self, prompt: str) -> tuple[Turn, bool] | None:
-        """The longest recorded text that begins ``prompt``; True when it matched with its control tokens."""
-        for length in sorted(self._text_lengths, reverse=True):
+    def find_text(self, prompt: str) -> tuple[Turn, int, bool] | None:
+        """The longest recorded text that begins ``prompt``, its length, and whether it has its control token."""
+        for length in sorted(self._by_text, reverse=True):
             if length > len(prompt):
                 continue
-            text = prompt[:length]
-            turn = self._preferred(self._by_text.get(text))
-            if turn is not None:
-                return turn, text == turn.prompt_text + turn.reply_raw
+            found = self._by_text[length].get(hash(prompt[:length]))
+            if found:
+                turn, with_control = next((entry for entry in found if self.is_live(entry[0])), found[0])
+                return turn, length, with_control
         return None
 
-    def _preferred(self, turns: list[Turn] | None) -> Turn | None:
-        # Equal replies are continued one after the other; when all are continued already, a new branch starts.
-        if not turns:
-            return None
-        return next((turn for turn in turns if self.is_live(turn)), turns[0])
-
-    def add(self, turns: Sequence[Turn], extends: Turn | None) -> None:
+    def add(self, turns: Sequence[Turn], prompt_text: str, extends: Turn | None) -> None:
         """Record the choices of one call: the first takes the place of the node it continues, the others are new."""
         for index, turn in enumerate(turns):
             if index == 0 and extends is not None and not self.keep_all and self.is_live(extends):
-                place = next(i for i, node in enumerate(self.nodes) if node is extends.node)
-                self.nodes[place] = turn.node
+                self._replace(extends, turn)
             else:
                 self.nodes.append(turn.node)
-            self._index(turn)
+            self._index(turn, prompt_text)
 
-    def _index(self, turn: Turn) -> None:
+    def _replace(self, extended: Turn, turn: Turn) -> None:
+        old, new = extended.node, turn.node
+        self.nodes[next(i for i, node in enumerate(self.nodes) if node is old)] = new
+        extended.is_continued = True
+        if new.tokens[: extended.num_tokens] == old.tokens:
+            turn.place = extended.place
+            turn.place.node = new
+
+    def _index(self, turn: Turn, prompt_text: str) -> None:
         if turn.conversation is not None:
             self._by_conversation[turn.conversation].append(turn)
-        for text in {turn.prompt_text + turn.reply_raw, turn.prompt_text + turn.reply_text}:
-            self._by_text[text].append(turn)
-            self._text_lengths[len(text)] += 1
+        for reply in {turn.reply_raw, turn.reply_text}:
+            text = prompt_text + reply
+            entries = self._by_text.setdefault(len(text), {}).setdefault(hash(text), [])
+            entries.append((turn, reply == turn.reply_raw))
 
 
 def prefix_of(turn: Turn, suffix_text: str, *, drop_end: bool = False) -> Prefix:
     """The ids of ``turn`` to continue from; ``drop_end`` leaves out the control token that ended the reply."""
     node = turn.node
-    end = len(node.tokens) - 1 if drop_end and turn.end_text else len(node.tokens)
+    end = turn.num_tokens - 1 if drop_end and turn.end_text else turn.num_tokens
     return Prefix(
         turn=turn,
         tokens=node.tokens[:end],

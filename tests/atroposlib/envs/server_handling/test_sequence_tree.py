@@ -13,6 +13,7 @@ from atroposlib.envs.server_handling.sequence_tree import (
     prefix_of,
     recorded_node,
     suffix_after_reply,
+    turn_of,
 )
 
 
@@ -20,55 +21,74 @@ def _turn(prompt: str, reply: str, end: str = "", key: Any = None) -> Turn:
     text = prompt + reply
     ids = [ord(char) for char in text] + ([2] if end else [])
     node = SequenceNode(full_text=text, tokens=ids, masked_tokens=ids, logprobs=[-1.0] * len(ids))
-    return Turn(node=node, prompt_text=prompt, reply_raw=reply + end, reply_text=reply, end_text=end, conversation=key)
+    turn = turn_of(node, prompt_text=prompt, reply_raw=reply + end, reply_text=reply, end_text=end)
+    turn.conversation = key
+    return turn
+
+
+def _add(tree: SequenceTree, prompt: str, *replies: tuple[str, str, Any], extends: Turn | None = None) -> list[Turn]:
+    turns = [_turn(prompt, reply, end, key) for reply, end, key in replies]
+    tree.add(turns, prompt, extends)
+    return turns
 
 
 def test_the_longest_text_wins() -> None:
     tree = SequenceTree()
-    short, long = _turn("P:", "A"), _turn("P:", "AB")
-    tree.add([short, long], None)
-    found = tree.find_text("P:AB and more")
-    assert found is not None
-    assert found[0] is long
-    tree.add([_turn("P:AB", "C")], extends=long)
+    _, long = _add(tree, "P:", ("A", "", None), ("AB", "", None))
+    assert tree.find_text("P:AB and more") == (long, 4, True)
+    _add(tree, "P:AB", ("C", "", None), extends=long)
     assert [node.full_text for node in tree.nodes] == ["P:A", "P:ABC"]
     assert tree.find_text("Q") is None
 
 
 def test_control_tokens_decide_how_a_text_matches() -> None:
     tree = SequenceTree()
-    tree.add([_turn("P", "A", end="<e>")], None)
-    with_end, without_end = tree.find_text("PA<e>next"), tree.find_text("PAnext")
-    assert with_end is not None
-    assert with_end[1] is True
-    assert without_end is not None
-    assert without_end[1] is False
-    turn = with_end[0]
+    (turn,) = _add(tree, "P", ("A", "<e>", None))
+    assert tree.find_text("PA<e>next") == (turn, 5, True)
+    assert tree.find_text("PAnext") == (turn, 2, False)
     assert prefix_of(turn, "next").tokens[-1] == 2
     assert prefix_of(turn, "next", drop_end=True).tokens == [ord("P"), ord("A")]
 
 
 def test_equal_replies_are_continued_one_after_the_other() -> None:
     tree = SequenceTree()
-    first, second = _turn("P", "same", key=1), _turn("P", "same", key=1)
-    tree.add([first, second], None)
+    first, second = _add(tree, "P", ("same", "", 1), ("same", "", 1))
     for expected in (first, second):
-        found = tree.find_conversation([0, 1])
-        assert found is not None
-        assert found == (2, expected)
-        tree.add([_turn("Psame+", "x", key=2)], extends=found[1])
+        assert tree.find_conversation([0, 1]) == (2, expected)
+        _add(tree, "Psame+", ("x", "", 2), extends=expected)
     assert len(tree.nodes) == 2
-    found = tree.find_conversation([1])
-    assert found == (1, first)
-    tree.add([_turn("Psame+", "y", key=3)], extends=first)
-    assert len(tree.nodes) == 3
+    assert tree.find_conversation([1]) == (1, first)
+    _add(tree, "Psame+", ("y", "", 3), extends=first)
+    assert [node.full_text for node in tree.nodes] == ["Psame+x", "Psame+x", "Psame+y"]
+
+
+def test_earlier_turns_share_the_ids_of_the_node_that_replaced_theirs() -> None:
+    tree = SequenceTree()
+    (root,) = _add(tree, "P", ("A", "", 1))
+    (second,) = _add(tree, "PA+", ("B", "", 2), extends=root)
+    (third,) = _add(tree, "PA+B+", ("C", "", 3), extends=second)
+    assert root.node is second.node is third.node is tree.nodes[0]
+    assert "".join(chr(token) for token in prefix_of(root, "").tokens) == "PA"
+    assert "".join(chr(token) for token in prefix_of(second, "").tokens) == "PA+B"
+    assert [tree.is_live(turn) for turn in (root, second, third)] == [False, False, True]
+    (branch,) = _add(tree, "PA+", ("D", "", 4), extends=root)
+    assert [node.full_text for node in tree.nodes] == ["PA+B+C", "PA+D"]
+    assert branch.node is not root.node
+
+
+def test_nodes_taken_away_from_outside_are_not_continued() -> None:
+    tree = SequenceTree()
+    (root,) = _add(tree, "P", ("A", "", 1))
+    tree.nodes = []
+    assert not tree.is_live(root)
+    _add(tree, "PA", ("B", "", 2), extends=root)
+    assert [node.full_text for node in tree.nodes] == ["PAB"]
 
 
 def test_tree_mode_keeps_what_was_continued() -> None:
     tree = SequenceTree(keep_all=True)
-    root = _turn("P", "A", key=1)
-    tree.add([root], None)
-    tree.add([_turn("PA", "B", key=2)], extends=root)
+    (root,) = _add(tree, "P", ("A", "", 1))
+    _add(tree, "PA", ("B", "", 2), extends=root)
     assert [node.full_text for node in tree.nodes] == ["PA", "PAB"]
     tree.clear()
     assert tree.nodes == []
@@ -101,7 +121,7 @@ def test_masks_and_log_probs() -> None:
     assert first.tokens == [1, 2, 3, 4]
     assert first.masked_tokens == [-100, -100, 3, 4]
     assert first.logprobs == [1.0, 1.0, -0.3, 1.0]
-    turn = Turn(node=first, prompt_text="", reply_raw="", reply_text="", end_text="")
+    turn = turn_of(first, prompt_text="", reply_raw="", reply_text="", end_text="")
     longer = recorded_node(
         prompt_ids=[1, 2, 3, 4, 5],
         prefix=prefix_of(turn, ""),
