@@ -123,7 +123,13 @@ class RolloutService:
             self._sending[batch.seq] = asyncio.Event()
             lease = batch.lease
             groups = self.store.batch_groups(batch)
-        return Delivery(batch=batch, lease=lease, groups=groups, payloads=await self._payloads(groups), plain=plain)
+        delivery = Delivery(batch=batch, lease=lease, groups=groups, payloads=[], plain=plain)
+        try:
+            delivery.payloads = await self._payloads(groups)
+        except BaseException:
+            self.undelivered(delivery)
+            raise
+        return delivery
 
     async def _settle(self) -> None:
         for sending in list(self._sending.values()):
