@@ -14,6 +14,7 @@ import numpy as np
 _COMMA, _MINUS, _NINE, _E = b",-9e"
 _BLOCK = 128  # a number that overflows by its digits alone has more than 300, so it fills one of these blocks
 _BLANK = b" \t\r\n"
+_MANY = 64  # exponents to look for one by one
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -31,7 +32,7 @@ def row_lengths(text: bytes, *, floats: bool) -> list[int]:
     letters = int(np.count_nonzero(chars > _NINE)) - 2 * len(rows) - 2  # brackets are above '9' too
     commas = chars == _COMMA
     if floats:
-        _check_range(chars, commas, letters)
+        _check_range(text, chars, commas, letters)
     elif letters:
         raise NotPlainError
     return [_count(text, commas, start, end) for start, end in rows]
@@ -55,12 +56,18 @@ def _rows(text: bytes) -> list[tuple[int, int]]:
     return rows
 
 
-def _check_range(chars: Bytes, commas: np.ndarray[Any, np.dtype[np.bool_]], letters: int) -> None:
+def _check_range(text: bytes, chars: Bytes, commas: np.ndarray[Any, np.dtype[np.bool_]], letters: int) -> None:
     """A number is infinite only with a positive exponent or with more than 300 digits; words have other letters than e."""
-    if letters:
+    if letters > _MANY:
         exponents = np.flatnonzero(chars == _E)
         if exponents.size != letters or (chars[exponents + 1] != _MINUS).any():
             raise NotPlainError
+    elif letters:
+        position = -1
+        for _ in range(letters):
+            position = text.find(b"e", position + 1)
+            if position < 0 or text[position + 1] != _MINUS:
+                raise NotPlainError
     blocks = chars.size // _BLOCK
     if blocks > 1 and not commas[: blocks * _BLOCK].reshape(blocks, _BLOCK).any(axis=1).all():
         raise NotPlainError
