@@ -24,19 +24,13 @@ class ListChatTemplate:
             kwargs.setdefault("return_dict", False)
         return super().apply_chat_template(conversation, *args, **kwargs)  # type: ignore[misc]
 
-    def encode_plus(self, text: Any, text_pair: Any = None, **kwargs: Any) -> Any:
-        """One text as a ``BatchEncoding``."""
-        return self(text, text_pair, **kwargs)  # type: ignore[operator]
-
-    def batch_encode_plus(self, texts: Any, **kwargs: Any) -> Any:
-        """Several texts as one ``BatchEncoding``."""
-        return self(list(texts), **kwargs)  # type: ignore[operator]
-
     def __getattr__(self, name: str) -> Any:
-        """The old names of the further special tokens, where the tokenizer has only the new one."""
+        """Names that older versions have; asked for only where the tokenizer's own class lacks them."""
         try:
             return super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:
+            if name in ("encode_plus", "batch_encode_plus"):
+                return self.__call__  # type: ignore[operator]
             if name == "additional_special_tokens":
                 return list(super().__getattr__("extra_special_tokens"))  # type: ignore[misc]
             if name == "additional_special_tokens_ids":
