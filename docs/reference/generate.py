@@ -111,7 +111,8 @@ def http_page() -> str:
         parts += ["", f"## {title}", "", "| method | path | |", "|---|---|---|"]
         for path, methods in sorted(app.openapi()["paths"].items()):
             for method, operation in methods.items():
-                parts.append(f"| {method.upper()} | `{path}` | {cell(operation.get('summary', ''))} |")
+                meaning = operation.get("description") or operation.get("summary", "")
+                parts.append(f"| {method.upper()} | `{path}` | {cell(meaning.split(chr(10) * 2)[0])} |")
     return "\n".join(parts) + "\n"
 
 
@@ -136,7 +137,7 @@ def main(argv: list[str]) -> int:
             if "--check" not in argv:
                 path.write_text(text)
     if "--check" in argv and stale:
-        print(f"out of date: {', '.join(stale)}; run python docs/reference/generate.py", file=sys.stderr)
+        sys.stderr.write(f"out of date: {', '.join(stale)}; run python docs/reference/generate.py\n")
         return 1
     return 0
 

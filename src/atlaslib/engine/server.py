@@ -284,6 +284,7 @@ def create_app(
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
+        """OpenAI chat completions: streaming, n, log-probs, tools, seeds."""
         parsed = service.parse_chat(await _body(request))
         if parsed.stream:
             return _event_stream(await service.stream(parsed, chat=True))
@@ -292,6 +293,7 @@ def create_app(
 
     @app.post("/v1/completions")
     async def completions_route(request: Request) -> Response:
+        """OpenAI completions: text or token ids, echo, log-probs, streaming."""
         parsed = service.parse_completion(await _body(request))
         if parsed.stream:
             return _event_stream(await service.stream(parsed, chat=False))
@@ -300,12 +302,14 @@ def create_app(
 
     @app.post("/generate")
     async def generate(request: Request) -> Response:
+        """Token ids in, token ids, log-probs and policy versions out."""
         parsed = service.parse_generate(await _body(request))
         completions = await service.sample(request, parsed)
         return _reply(service.replies.generate(parsed, completions), completions)
 
     @app.post("/v1/score")
     async def score(request: Request) -> Response:
+        """Log-probs of given tokens."""
         sequences, temperature = _score_request(await _body(request))
         try:
             futures = [engine_thread.submit_score(ids, temperature=temperature) for ids in sequences]
@@ -319,6 +323,7 @@ def create_app(
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
+        """The served model and its longest sequence."""
         card = {
             "id": model_name,
             "object": "model",
@@ -330,6 +335,7 @@ def create_app(
 
     @app.get("/health")
     async def health() -> Response:
+        """200 while the engine runs, with the policy version."""
         alive = engine_thread.alive
         state = {
             "status": "ok" if alive else "the engine's loop has stopped",
@@ -340,6 +346,7 @@ def create_app(
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        """Counters in Prometheus' text form."""
         return PlainTextResponse(prometheus(service), media_type="text/plain; version=0.0.4")
 
     return app
