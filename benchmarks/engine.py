@@ -49,6 +49,7 @@ class Load:
     prompts: list[list[int]]
     new_tokens: list[int]
     slots: int
+    group: int = 1  # samples of every prompt; the lists above hold one entry per prompt
 
 
 def random_prompts(count: int, low: int, high: int, vocab: int, seed: int) -> list[list[int]]:
@@ -62,6 +63,9 @@ def cuda_load(name: str, vocab: int, mixed_slots: int) -> Load:
         count = 3 * mixed_slots
         new = torch.randint(32, 481, (count,), generator=torch.Generator().manual_seed(1)).tolist()
         return Load(f"mixed x{count}", random_prompts(count, 32, 224, vocab, 2), new, mixed_slots)
+    if name.endswith("g"):  # groups of eight samples of one prompt, as a trainer asks
+        count = int(name[:-1])
+        return Load(f"{count} x 256, by 8", random_prompts(count // 8, 128, 128, vocab, 4), [256] * (count // 8), count, 8)
     count = int(name)
     return Load(f"{count} x 256", random_prompts(count, 128, 128, vocab, 3), [256] * count, count)
 
@@ -79,7 +83,7 @@ def timed(run: Callable[[], Any], device: str) -> tuple[float, Any]:
 def run_engine(engine: Any, load: Load, device: str) -> tuple[Row, list[Any]]:
     from atlaslib.engine import SamplingParams
 
-    params = [SamplingParams(max_tokens=count, ignore_eos=True, seed=1) for count in load.new_tokens]
+    params = [SamplingParams(n=load.group, max_tokens=count, ignore_eos=True, seed=1) for count in load.new_tokens]
     seconds, replies = timed(lambda: engine.generate(load.prompts, params), device)
     tokens = sum(len(reply.token_ids) for group in replies for reply in group)
     return Row("atropos engine", load.name, tokens, seconds), replies
@@ -96,7 +100,15 @@ def run_transformers(model: Any, load: Load, device: str, **how: Any) -> Row:
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask[row, longest - len(prompt) :] = 1
-        kwargs = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0, **how}
+        kwargs = {
+            "do_sample": True,
+            "top_k": 0,
+            "top_p": 1.0,
+            "max_new_tokens": new,
+            "min_new_tokens": new,
+            "pad_token_id": 0,
+            **how,
+        }
         batch = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
         seconds += timed(lambda: model.generate(**batch, **kwargs), device)[0]  # noqa: B023
     name = "transformers.generate" + (" static + compile" if how else "")
@@ -106,8 +118,12 @@ def run_transformers(model: Any, load: Load, device: str, **how: Any) -> Row:
 def run_continuous_batching(model: Any, load: Load, device: str) -> Row:
     from transformers import GenerationConfig
 
-    config = GenerationConfig(max_new_tokens=max(load.new_tokens), do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
-    seconds, out = timed(lambda: model.generate_batch(inputs=load.prompts, generation_config=config, progress_bar=False), device)
+    config = GenerationConfig(
+        max_new_tokens=max(load.new_tokens), do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0
+    )
+    seconds, out = timed(
+        lambda: model.generate_batch(inputs=load.prompts, generation_config=config, progress_bar=False), device
+    )
     tokens = sum(len(output.generated_tokens) for output in out.values())
     return Row("transformers continuous batching", load.name, tokens, seconds)
 
@@ -120,10 +136,22 @@ def mismatch(model: Any, load: Load, replies: list[Any], device: str, count: int
             whole = prompt + reply.token_ids
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([whole], device=device)).logits[0, len(prompt) - 1 : -1].float()
-            expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(reply.token_ids, device=device)[:, None])[:, 0]
+            expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(reply.token_ids, device=device)[:, None])[
+                :, 0
+            ]
             differences.append((expected.cpu() - torch.tensor(reply.raw_logprobs)).abs())
     every = torch.cat(differences)
     return {"max_abs_dlogprob": float(every.max()), "mean_abs_dlogprob": float(every.mean())}
+
+
+def prefill_share(engine: Any, load: Load, row: Row) -> dict[str, float]:
+    """Seconds the prompts alone take, and the rate of the rest of the run."""
+    from atlaslib.engine import SamplingParams
+
+    engine.blocks.forget_all()
+    params = SamplingParams(n=load.group, max_tokens=1, ignore_eos=True)
+    seconds, _ = timed(lambda: engine.generate(load.prompts, params), "cuda")
+    return {"prefill_s": seconds, "decode_tok_s": row.tokens / (row.seconds - seconds)}
 
 
 def copy_bandwidth() -> float:
@@ -141,9 +169,11 @@ def decode_floor(model: Any, engine: Any, load: Load, bandwidth: float) -> float
 
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight.data_ptr() == embedding.data_ptr()
-    weights = sum(p.numel() * p.element_size() for p in model.parameters()) - (0 if tied else embedding.numel() * embedding.element_size())
+    weights = sum(p.numel() * p.element_size() for p in model.parameters()) - (
+        0 if tied else embedding.numel() * embedding.element_size()
+    )
     steps = max(load.new_tokens)
-    context = sum(len(prompt) + new / 2 for prompt, new in zip(load.prompts, load.new_tokens, strict=True))
+    context = load.group * sum(len(prompt) + new / 2 for prompt, new in zip(load.prompts, load.new_tokens, strict=True))
     return steps * (weights + context * bytes_per_token(engine.runner.layers)) / bandwidth
 
 
@@ -163,23 +193,26 @@ def bench_cuda(args: argparse.Namespace) -> list[Row]:
         engine = Engine(model, config=EngineConfig(max_num_seqs=load.slots, max_model_len=1024))
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
         first_token = time.perf_counter() - start
-        engine.generate(random_prompts(load.slots, 100, 160, config.vocab_size, 9), SamplingParams(max_tokens=4, ignore_eos=True))
+        engine.generate(
+            random_prompts(load.slots, 100, 160, config.vocab_size, 9), SamplingParams(max_tokens=4, ignore_eos=True)
+        )
         row, replies = run_engine(engine, load, "cuda")
         row.extra = {"start_to_first_token_s": first_token, **mismatch(model, load, replies, "cuda")}
+        row.extra |= prefill_share(engine, load, row)
         if not load.name.startswith("mixed"):
             row.extra["floor_s"] = decode_floor(model, engine, load, bandwidth)
         rows.append(row)
         show(row)
         del engine, replies
         torch.cuda.empty_cache()
-        if args.peers != "none":
+        if args.peers != "none" and load.group == 1:
             rows += peers(model, load, args)
     return rows
 
 
 def peers(model: Any, load: Load, args: argparse.Namespace) -> list[Row]:
     """transformers' ways on the same load, with fewer new tokens where a full run would take minutes."""
-    short = Load(load.name, load.prompts, [min(count, args.peer_tokens) for count in load.new_tokens], load.slots)
+    short = Load(load.name, load.prompts[:], [min(count, args.peer_tokens) for count in load.new_tokens], load.slots)
     runs: list[Callable[[], Row]] = [lambda: run_transformers(model, short, "cuda")]
     if not load.name.startswith("mixed"):
         runs.append(lambda: run_continuous_batching(model, short, "cuda"))
@@ -192,7 +225,11 @@ def peers(model: Any, load: Load, args: argparse.Namespace) -> list[Row]:
         except Exception as error:  # a peer that cannot run is a row of the table, not the end of the benchmark
             print(f"  peer failed: {type(error).__name__}: {str(error)[:200]}")
             continue
-        row.note = f"{short.new_tokens[0]} new tokens" if not load.name.startswith("mixed") else f"replies cut at {args.peer_tokens}"
+        row.note = (
+            f"{short.new_tokens[0]} new tokens"
+            if not load.name.startswith("mixed")
+            else f"replies cut at {args.peer_tokens}"
+        )
         rows.append(row)
         show(row)
         torch.cuda.empty_cache()
@@ -218,11 +255,22 @@ def bench_cpu(args: argparse.Namespace) -> list[Row]:
     folder = str(smollm2_folder())
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    questions = ["What is the capital of France?", "Write a haiku about rain.", "Explain why the sky is blue.", "What is 17 + 25?"]
-    chats = [tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True, return_dict=False) for q in questions]
+    questions = [
+        "What is the capital of France?",
+        "Write a haiku about rain.",
+        "Explain why the sky is blue.",
+        "What is 17 + 25?",
+    ]
+    chats = [
+        tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True, return_dict=False)
+        for q in questions
+    ]
     prompts = [chats[i // 8] for i in range(32)]  # four groups of eight, as a trainer asks
     mixed = torch.randint(8, 121, (32,), generator=torch.Generator().manual_seed(1)).tolist()
-    loads = [Load("32 x 64", prompts, [args.cpu_tokens] * 32, 32), Load("32 x 8..120 mixed", prompts, [n * args.cpu_tokens // 64 for n in mixed], 32)]
+    loads = [
+        Load("32 x 64", prompts, [args.cpu_tokens] * 32, 32),
+        Load("32 x 8..120 mixed", prompts, [n * args.cpu_tokens // 64 for n in mixed], 32),
+    ]
     rows: list[Row] = []
     for load in loads:
         engine = Engine(model, tokenizer, EngineConfig(max_model_len=512, num_threads=args.threads))
@@ -241,14 +289,16 @@ def bench_cpu(args: argparse.Namespace) -> list[Row]:
 
 def show(row: Row) -> None:
     extra = "  ".join(f"{name}={value:.3g}" for name, value in row.extra.items())
-    print(f"{row.what:36s} {row.load:18s} {row.rate:10.1f} tok/s  {row.seconds:8.2f} s  {row.note}  {extra}", flush=True)
+    print(
+        f"{row.what:36s} {row.load:18s} {row.rate:10.1f} tok/s  {row.seconds:8.2f} s  {row.note}  {extra}", flush=True
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b")
-    parser.add_argument("--loads", default="64,256,1024,mixed")
+    parser.add_argument("--loads", default="64,256,256g,1024,mixed")
     parser.add_argument("--mixed-slots", type=int, default=256)
     parser.add_argument("--peers", choices=("none", "plain", "compile"), default="plain")
     parser.add_argument("--peer-tokens", type=int, default=32)

@@ -191,6 +191,46 @@ def test_an_update_in_place_is_seen_by_captured_graphs() -> None:
     torch.testing.assert_close(torch.tensor(scores[3:]), torch.tensor(reply.logprobs), atol=1e-3, rtol=0)
 
 
+def test_merged_weights_are_the_same_parameters_and_follow_new_storage() -> None:
+    from atlaslib.engine import Engine, EngineConfig, SamplingParams
+    from atlaslib.models.zoo import tiny_causal_lm
+
+    model = tiny_causal_lm("qwen2").to(DEVICE)
+    before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    engine = Engine(model, config=EngineConfig(max_num_seqs=8, num_blocks=100))
+    for name, parameter in model.named_parameters():
+        assert id(parameter) == before[name][0]
+        assert torch.equal(parameter, before[name][1])
+    attention = model.model.layers[0].self_attn
+    assert attention.k_proj.weight.data_ptr() == attention.q_proj.weight.data_ptr() + attention.q_proj.weight.numel() * 4
+    with engine.updating():
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 1.2  # new storage, as some optimizers and loaders leave it
+    reply = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True, seed=1))[0][0]
+    whole = torch.tensor([[5, 6, 7, *reply.token_ids]], device=DEVICE)
+    with torch.no_grad():
+        expected = torch.log_softmax(model(input_ids=whole).logits[0].float(), -1)[torch.arange(2, 10), whole[0, 3:]]
+    torch.testing.assert_close(expected.cpu(), torch.tensor(reply.logprobs), atol=1e-3, rtol=0)
+
+
+def test_training_goes_on_through_merged_weights() -> None:
+    from atlaslib.engine import Engine, EngineConfig
+    from atlaslib.models.zoo import tiny_causal_lm
+
+    plain, merged = (tiny_causal_lm("llama").to(DEVICE) for _ in range(2))
+    engine = Engine(merged, config=EngineConfig(max_num_seqs=8, num_blocks=100))
+    ids = torch.randint(3, 259, (2, 12), device=DEVICE)
+    for model in (plain, merged):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            model(input_ids=ids, labels=ids).loss.backward()
+            with engine.updating():
+                optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(plain.parameters(), merged.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
 def test_too_many_blocks_says_how_many_fit() -> None:
     from atlaslib.engine import Engine, EngineConfig
     from atlaslib.errors import EngineMemoryError

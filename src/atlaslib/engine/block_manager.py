@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import numpy as np
+from numpy.typing import NDArray
+
 ROOT = 0
 
 
@@ -19,8 +22,8 @@ class BlockManager:
         self.num_blocks, self.block_size = num_blocks, block_size
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(num_blocks))
         self._users = [0] * num_blocks
-        self._node_of: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # key -> (node, block)
-        self._key_of: dict[int, tuple[int, tuple[int, ...]]] = {}  # block -> key
+        self._node_of: dict[tuple[int, bytes], tuple[int, int]] = {}  # key -> (node, block)
+        self._key_of: dict[int, tuple[int, bytes]] = {}  # block -> key
         self._next_node = ROOT + 1
         self.hits = 0  # tokens found in the prefix tree
         self.lookups = 0  # tokens looked up
@@ -58,13 +61,13 @@ class BlockManager:
     def users(self, block: int) -> int:
         return self._users[block]
 
-    def find_prefix(self, tokens: list[int], *, limit: int) -> tuple[list[int], int]:
+    def find_prefix(self, tokens: NDArray[np.int64], *, limit: int) -> tuple[list[int], int]:
         """Blocks that hold the beginning of `tokens` (at most `limit` tokens) and the tree node where they end."""
         found: list[int] = []
         node = ROOT
         size = self.block_size
         for start in range(0, limit - size + 1, size):
-            hit = self._node_of.get((node, tuple(tokens[start : start + size])))
+            hit = self._node_of.get((node, tokens[start : start + size].tobytes()))
             if hit is None:
                 break
             node, block = hit
@@ -73,9 +76,9 @@ class BlockManager:
         self.hits += len(found) * size
         return found, node
 
-    def remember(self, block: int, parent: int, tokens: list[int]) -> int:
+    def remember(self, block: int, parent: int, tokens: NDArray[np.int64]) -> int:
         """Make a full block findable below `parent`; returns its node (the older twin's when there is one)."""
-        key = (parent, tuple(tokens))
+        key = (parent, tokens.tobytes())
         known = self._node_of.get(key)
         if known is not None:
             return known[0]

@@ -47,6 +47,9 @@ class EngineConfig:
     """CUDA: replay captured graphs for decode steps."""
     fused_kernels: bool = True
     """CUDA: Triton kernels for norm, rotary embedding and gated activation inside the engine's own forward."""
+    merge_weights: bool = True
+    """CUDA: lay the weights of q, k, v and of gate, up next to each other, so that one product serves them. The
+    parameters stay the same objects; only their storage is shared."""
     check_model: bool = True
     """At start, compare a short paged forward with the model's plain forward and refuse a model that differs."""
     seed: int | None = None

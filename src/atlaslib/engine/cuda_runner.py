@@ -36,10 +36,10 @@ class CudaRunner(ModelRunner):
     """ModelRunner with kernels and graphs."""
 
     runs_ahead = True
-    admit_share = 8  # a prefill step costs launches: wait for an eighth of the slots before reading queued prompts
+    admit_share = 4  # a prefill step costs launches: wait for a quarter of the slots before reading queued prompts
 
     def __init__(self, model: Any, config: EngineConfig, max_model_len: int) -> None:
-        self.fused = FusedModules(model) if config.fused_kernels else None
+        self.fused = FusedModules(model, merge=config.merge_weights) if config.fused_kernels else None
         super().__init__(model, config, max_model_len)
         slots, width = config.max_num_seqs, -(-max_model_len // config.block_size)
         self.last_tokens = torch.zeros(slots + 1, dtype=torch.int64, device=self.device)  # the last row takes padding
@@ -86,11 +86,11 @@ class CudaRunner(ModelRunner):
 
     def warm_up(self) -> None:
         """Capture one graph per batch size; decode replays them until the weights move."""
-        if not self.config.cuda_graphs:
-            return
         start = time.perf_counter()
         self._graphs.clear()
         self._weights = self._weight_addresses()
+        if not self.config.cuda_graphs:
+            return
         self.info.zero_()
         self.info[:, 0] = self.config.max_num_seqs
         self.info[:, 2] = -1
@@ -120,8 +120,10 @@ class CudaRunner(ModelRunner):
     def weights_changed(self) -> None:
         """After an update: graphs hold addresses, so capture again when parameters moved."""
         super().weights_changed()
-        if self._graphs and self._weight_addresses() != self._weights:
-            logger.warning("parameters moved to new storage; capturing the decode graphs again")
+        if self._weights and self._weight_addresses() != self._weights:
+            logger.warning("parameters moved to new storage; preparing the model again")
+            if self.config.fused_kernels:
+                self.fused = FusedModules(self.model, merge=self.config.merge_weights)
             self.warm_up()
 
     def _weight_addresses(self) -> tuple[int, ...]:
@@ -184,7 +186,7 @@ class CudaRunner(ModelRunner):
     def _fetch(self, batch: int) -> StepResult:
         pinned = self._out_ring[self._turn]
         pinned.copy_(self.out, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
 
         def arrays() -> list[np.ndarray[Any, Any]]:

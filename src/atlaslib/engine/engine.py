@@ -24,6 +24,7 @@ import numpy as np
 
 from atlaslib.engine.block_manager import BlockManager
 from atlaslib.engine.config import EngineConfig, SamplingParams
+from atlaslib.engine.memory import prefill_tokens
 from atlaslib.engine.model_runner import ModelRunner, StepResult
 from atlaslib.engine.output import Ending, Outputs, collect_scores, note_top_logprobs
 from atlaslib.engine.sampling import mix_seed
@@ -38,6 +39,8 @@ Launched = tuple[DecodePlan, StepResult]
 
 class Engine:
     """Samples from `model` itself; see the module text for the parts and docs/design/engine.md for the reasons."""
+
+    scheduler: Scheduler
 
     def __init__(self, model: Any, tokenizer: Any = None, config: EngineConfig | None = None) -> None:
         self.tokenizer = tokenizer
@@ -70,7 +73,7 @@ class Engine:
             self.scheduler = Scheduler(
                 self.blocks,
                 self.table,
-                max_prefill_tokens=config.max_prefill_tokens or (16384 if self.runner.device.type == "cuda" else 2048),
+                max_prefill_tokens=prefill_tokens(config, self.runner.device),
                 max_model_len=self.max_model_len,
                 prefix_cache=config.prefix_cache,
                 admit_share=self.runner.admit_share,
@@ -108,29 +111,37 @@ class Engine:
         score_temperature: float | None = None,
     ) -> Request:
         """Check a request and give it a seed; `enqueue` then makes it run."""
-        self._check(prompt_ids, params)
+        prompt = np.asarray(prompt_ids)
+        self._check(prompt, params)
+        prompt = prompt.astype(np.int64)
         seed = params.seed
         if seed is not None:  # prompts that share a seed do not share their random numbers
-            seed = mix_seed(seed, zlib.crc32(np.asarray(prompt_ids, dtype=np.int64).tobytes()))
+            seed = mix_seed(seed, zlib.crc32(prompt.tobytes()))
         else:
             seed = int(self._seeds.integers(1 << 62)) if self._seeds is not None else secrets.randbits(62)
-        return Request(list(prompt_ids), params, seed, on_tokens=on_tokens, score_temperature=score_temperature)
+        return Request(prompt, params, seed, on_tokens=on_tokens, score_temperature=score_temperature)
 
-    def _check(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        if not prompt_ids:
+    def _check(self, prompt: np.ndarray[Any, Any], params: SamplingParams) -> None:
+        if not prompt.size:
             raise EngineInputError("the prompt is empty; it needs at least one token")
-        vocab = self.runner.vocab_size
-        for name, ids in (("prompt", prompt_ids), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            low, high = (min(ids), max(ids)) if ids else (0, 0)
-            if low < 0 or high >= vocab:
-                raise EngineInputError(f"{name}: token id {low if low < 0 else high} is outside 0..{vocab - 1}")
-        room = self.max_model_len - len(prompt_ids)
+        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+            raise EngineInputError(f"the prompt must be a list of token ids, got {prompt.ndim} dimensions of {prompt.dtype}")
+        self._check_ids("prompt", int(prompt.min()), int(prompt.max()))
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            if ids:
+                self._check_ids(name, min(ids), max(ids))
+        room = self.max_model_len - len(prompt)
         if room < (1 if params.max_tokens else 0):
             raise EngineInputError(
-                f"the prompt has {len(prompt_ids)} tokens, but prompt and reply together may have max_model_len={self.max_model_len}"
+                f"the prompt has {len(prompt)} tokens, but prompt and reply together may have max_model_len={self.max_model_len}"
             )
         if params.stop and self.tokenizer is None:
             raise EngineInputError("stop strings need a tokenizer: Engine(model, tokenizer)")
+
+    def _check_ids(self, name: str, low: int, high: int) -> None:
+        if low < 0 or high >= self.runner.vocab_size:
+            wrong = low if low < 0 else high
+            raise EngineInputError(f"{name}: token id {wrong} is outside 0..{self.runner.vocab_size - 1}")
 
     def enqueue(self, request: Request) -> None:
         """Thread-safe; the request starts with the next step that has room."""

@@ -41,7 +41,7 @@ def tiled(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     count = flat.numel()
     if count % _LANES:
         flat = functional.pad(flat, (0, _LANES - count % _LANES))
-    pieces = [function(piece) for piece in flat.split(_PIECE)]
+    pieces = [function(piece) for piece in torch.split(flat, _PIECE)]
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[:count].view(x.shape)
 
 

@@ -1,4 +1,5 @@
-# ruff: noqa: N803, E501
+# ruff: noqa: N803
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
 """Triton kernels of the CUDA path: cache write, paged decode attention, norm, rotary, gated activation, sampling.
 
 The element-wise kernels round where the modules of transformers round, so that sampling and training see the same
@@ -15,11 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 SAMPLE_CHUNK = 4096
-DECODE_TUNING = [(64, 2, 3), (64, 4, 2), (32, 4, 2)]  # (keys per tile, warps, stages) for head sizes to 64, 128, 256
+DECODE_TUNING = [(64, 2, 3), (64, 4, 3), (32, 4, 2)]  # (keys per tile, warps, stages) for head sizes to 64, 128, 256
+FEW_ROWS = (32, 1, 2)  # head sizes to 64, when there are fewer than 1024 rows of work
 
 
 @triton.jit
-def _write_kv(KEY, VALUE, KEYS, VALUES, SLOTS, k_head, k_row, v_head, v_row, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _write_kv(KEY, VALUE, KEYS, VALUES, SLOTS, k_head, k_row, v_head, v_row, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0)
     slot = tl.load(SLOTS + row)
     if slot < 0:
@@ -43,7 +45,7 @@ def write_kv(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Te
 
 
 @triton.jit
-def _paged_decode(QUERY, KEYS, VALUES, OUT, TABLES, SLOTS, LENGTHS, scale, softcap, q_head, q_row, table_width, info_step,  # type: ignore[no-untyped-def]
+def _paged_decode(QUERY, KEYS, VALUES, OUT, TABLES, SLOTS, LENGTHS, scale, softcap, q_head, q_row, table_width, info_step,
                   KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
                   DV: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
                   SOFTCAP: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
@@ -99,6 +101,8 @@ def paged_decode(
     group = heads // kv_heads
     out = torch.empty(batch, heads, dv, dtype=query.dtype, device=query.device)
     tile, warps, stages = DECODE_TUNING[0 if dk <= 64 else 1 if dk <= 128 else 2]
+    if dk <= 64 and batch * kv_heads < 1024:
+        tile, warps, stages = FEW_ROWS
     _paged_decode[(batch, kv_heads)](
         query, keys, values, out, tables, slots, lengths, scale, softcap or 0.0,
         query.stride(0), query.stride(1), tables.stride(0), slots.stride(0),
@@ -110,7 +114,7 @@ def paged_decode(
 
 
 @triton.jit
-def _rms_norm(X, WEIGHT, OUT, eps, row_step, WIDTH: tl.constexpr, PAD: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rms_norm(X, WEIGHT, OUT, eps, row_step, WIDTH: tl.constexpr, PAD: tl.constexpr):
     row = tl.program_id(0)
     place = tl.arange(0, PAD)
     x = tl.load(X + row * row_step + place, mask=place < WIDTH, other=0.0)
@@ -132,7 +136,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit
-def _rope(Q, K, COS, SIN, QO, KO, q_head, q_row, k_head, k_row, QH: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rope(Q, K, COS, SIN, QO, KO, q_head, q_row, k_head, k_row, QH: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr):
     row = tl.program_id(0)
     h = tl.arange(0, HEADS)[:, None]
     d = tl.arange(0, PAD)[None, :]
@@ -174,24 +178,28 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 
 
 @triton.jit
-def _silu_mul(GATE, UP, OUT, count, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    gate = tl.load(GATE + place, mask=place < count, other=0.0)
-    up = tl.load(UP + place, mask=place < count, other=0.0)
+def _silu_mul(GATE, UP, OUT, gate_row, up_row, width, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    gate = tl.load(GATE + row * gate_row + place, mask=place < width, other=0.0)
+    up = tl.load(UP + row * up_row + place, mask=place < width, other=0.0)
     wide = gate.to(tl.float32)
     activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    tl.store(OUT + place, activated * up, mask=place < count)
+    tl.store(OUT + row * width + place, activated * up, mask=place < width)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    out = torch.empty_like(gate)
-    count = gate.numel()
-    _silu_mul[(triton.cdiv(count, 1024),)](gate, up, out, count, SIZE=1024, num_warps=4)
+    """silu(gate) * up of [..., T, width], the rows of each at their own stride."""
+    width = gate.shape[-1]
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    rows = out.numel() // width
+    size = min(2048, triton.next_power_of_2(width))
+    _silu_mul[(rows, triton.cdiv(width, size))](gate, up, out, gate.stride(-2), up.stride(-2), width, SIZE=size, num_warps=4)
     return out
 
 
 @triton.jit
-def _chunk_stats(LOGITS, INFO, STATS, vocab, row_step, num_chunks, CHUNK: tl.constexpr, INFO_WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _chunk_stats(LOGITS, INFO, STATS, vocab, row_step, num_chunks, CHUNK: tl.constexpr, INFO_WIDTH: tl.constexpr):
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -215,7 +223,7 @@ def _chunk_stats(LOGITS, INFO, STATS, vocab, row_step, num_chunks, CHUNK: tl.con
 
 
 @triton.jit
-def _mix(seed, counter):  # type: ignore[no-untyped-def]
+def _mix(seed, counter):
     x = seed.to(tl.uint64) + (counter + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -223,7 +231,7 @@ def _mix(seed, counter):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pick(LOGITS, INFO, STATS, OUT, LAST, vocab, row_step, num_chunks, out_step, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, INFO_WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pick(LOGITS, INFO, STATS, OUT, LAST, vocab, row_step, num_chunks, out_step, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, INFO_WIDTH: tl.constexpr):
     row = tl.program_id(0)
     info = INFO + row * INFO_WIDTH
     temperature = tl.load(info + 6).to(tl.int32).to(tl.float32, bitcast=True)

@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from atlaslib.engine.attention import LayerShape
 from atlaslib.engine.config import EngineConfig
 from atlaslib.errors import EngineMemoryError
 
-_RESERVE = 3 << 30  # CUDA: left for activations of a prefill step
-
 
 def bytes_per_token(layers: list[LayerShape]) -> int:
     return sum((s.key_dim + s.value_dim) * s.kv_heads * s.dtype.itemsize for s in layers)
 
 
-def choose_num_blocks(layers: list[LayerShape], config: EngineConfig, max_model_len: int, device: torch.device) -> int:
+def activation_bytes(text_config: Any, config: EngineConfig) -> int:
+    """What a prefill step needs beside weights and cache: a layer's widest tensors, and the logits of a full batch."""
+    tokens = prefill_tokens(config, torch.device("cuda"))
+    width = 4 * int(getattr(text_config, "intermediate_size", 0) or 0) + 8 * int(text_config.hidden_size)
+    return 2 * tokens * width + 6 * config.max_num_seqs * int(text_config.vocab_size) + (1 << 29)
+
+
+def prefill_tokens(config: EngineConfig, device: torch.device) -> int:
+    return config.max_prefill_tokens or (16384 if device.type == "cuda" else 2048)
+
+
+def choose_num_blocks(
+    layers: list[LayerShape], config: EngineConfig, max_model_len: int, device: torch.device, reserve: int
+) -> int:
     """Blocks the cache gets: as many as can ever be used, as configured, or as memory allows."""
     block_bytes = bytes_per_token(layers) * config.block_size
     useful = config.max_num_seqs * -(-max_model_len // config.block_size)
-    allowed, source = _allowed_bytes(config, device)
+    allowed, source = _allowed_bytes(config, device, reserve)
     fitting = allowed // block_bytes
     if config.num_blocks is None:
         num_blocks = min(useful, fitting)
@@ -37,12 +50,12 @@ def choose_num_blocks(layers: list[LayerShape], config: EngineConfig, max_model_
     return config.num_blocks
 
 
-def _allowed_bytes(config: EngineConfig, device: torch.device) -> tuple[int, str]:
+def _allowed_bytes(config: EngineConfig, device: torch.device, reserve: int) -> tuple[int, str]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
-        return max(0, int(free * config.memory_fraction) - _RESERVE), (
-            f"memory_fraction={config.memory_fraction:g} of {_human(free)} free, less {_human(_RESERVE)} for activations"
+        return max(0, int(free * config.memory_fraction) - reserve), (
+            f"memory_fraction={config.memory_fraction:g} of {_human(free)} free, less {_human(reserve)} for activations"
         )
     return config.cpu_cache_bytes, f"cpu_cache_bytes={config.cpu_cache_bytes}"
 

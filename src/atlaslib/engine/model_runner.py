@@ -23,7 +23,8 @@ from atlaslib.engine.config import EngineConfig
 from atlaslib.engine.output import ScoredRows
 from atlaslib.engine.sampling import RowParams, sample, token_logprobs
 from atlaslib.engine.scheduler import Chunk, DecodePlan, PrefillPlan
-from atlaslib.engine.sequence import SlotTable
+from atlaslib.engine.sequence import SlotTable, Tokens
+from atlaslib.engine.support import text_config
 from atlaslib.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,8 @@ class ModelRunner:
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.threads = self._choose_threads()
         self.layers = self.record_shapes()
-        self.num_blocks = memory.choose_num_blocks(self.layers, config, max_model_len, self.device)
+        reserve = memory.activation_bytes(text_config(model.config), config)
+        self.num_blocks = memory.choose_num_blocks(self.layers, config, max_model_len, self.device, reserve)
         self.cache = KVCache.empty(self.layers, self.num_blocks, config.block_size, self.device)
         self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         self._dummy_mask = torch.zeros(1, 1, 1, 1, device=self.device, dtype=parameter.dtype)
@@ -163,8 +165,7 @@ class ModelRunner:
             count = chunk.end - chunk.start
             places = np.arange(chunk.start, chunk.end)
             blocks = np.array(chunk.seq.blocks[: -(-chunk.end // size)], dtype=np.int64)
-            tokens = np.array(chunk.seq.tokens[chunk.start : chunk.end], dtype=np.int64)
-            packed.append(np.stack([tokens, places, blocks[places // size] * size + places % size]))
+            packed.append(np.stack([chunk.seq.tokens[chunk.start : chunk.end], places, blocks[places // size] * size + places % size]))
             spans.append(Span(row, count, chunk.start, blocks))
             if chunk.seq.request.wants_prompt_logprobs:
                 keep += range(row, row + count)
@@ -194,10 +195,10 @@ class ModelRunner:
             last_rows.append(row - 1 if chunk.last else -1)
         return Prefilled(logits, last_rows, scored)
 
-    def _score(self, chunk: Chunk, logits: Tensor, targets: list[int]) -> ScoredRows:
+    def _score(self, chunk: Chunk, logits: Tensor, targets: Tokens) -> ScoredRows:
         request = chunk.seq.request
         temperature = 1.0 if request.score_temperature is None else request.score_temperature
-        logprobs = self.token_logprobs(logits, self.to_device(np.array(targets, dtype=np.int64)), temperature)
+        logprobs = self.token_logprobs(logits, self.to_device(targets), temperature)
         tops = request.params.prompt_logprobs or 0
         if not tops:
             return ScoredRows(request, chunk.start + 1, logprobs, None, None)
@@ -291,7 +292,7 @@ class ModelRunner:
             params.repetition = column("repetition_penalty", torch.float32)
             params.presence = column("presence_penalty", torch.float32)
             params.frequency = column("frequency_penalty", torch.float32)
-            params.prompt_tokens = [seq.request.prompt_ids for seq in rows if seq is not None]
+            params.prompt_tokens = [seq.request.prompt.tolist() for seq in rows if seq is not None]
             params.reply_tokens = [
                 table.out[0][slot, :count].tolist() for slot, count in zip(slots, at, strict=True)
             ]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from atlaslib.engine.block_manager import BlockManager
-from atlaslib.engine.sequence import Request, Sequence, SlotTable
+from atlaslib.engine.sequence import Request, Sequence, SlotTable, Tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,16 @@ Plan = PrefillPlan | DecodePlan
 class Scheduler:
     """Queues, block ownership, and the next plan."""
 
-    def __init__(self, blocks: BlockManager, table: SlotTable, *, max_prefill_tokens: int, max_model_len: int, prefix_cache: bool, admit_share: int = 0) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        table: SlotTable,
+        *,
+        max_prefill_tokens: int,
+        max_model_len: int,
+        prefix_cache: bool,
+        admit_share: int = 0,
+    ) -> None:
         self.blocks, self.table = blocks, table
         self.max_prefill_tokens, self.max_model_len, self.prefix_cache = max_prefill_tokens, max_model_len, prefix_cache
         self.admit_at = table.num_slots // admit_share if admit_share else 1  # free slots worth a prefill step
@@ -133,7 +142,7 @@ class Scheduler:
         return True
 
     def _place(self, seq: Sequence) -> None:
-        prompt = len(seq.request.prompt_ids)
+        prompt = len(seq.request.prompt)
         self.table.place(seq, min(seq.params.max_tokens, self.max_model_len - prompt))
         self.table.set_blocks(seq.slot, 0, seq.blocks)
 
@@ -173,7 +182,7 @@ class Scheduler:
         self._place(sibling)
         return True
 
-    def _remember(self, seq: Sequence, tokens: list[int], computed: int) -> None:
+    def _remember(self, seq: Sequence, tokens: Tokens, computed: int) -> None:
         if not self.prefix_cache or not seq.cacheable:
             return
         size = self.blocks.block_size
@@ -229,7 +238,7 @@ class Scheduler:
         """Take slot and blocks away; prompt and reply so far are read again when there is room."""
         self.num_preemptions += 1
         self.table.save(seq)
-        seq.tokens = seq.request.prompt_ids + seq.saved[0].tolist()
+        seq.tokens = np.concatenate([seq.request.prompt, seq.saved[0]])
         self._leave(seq)
         self.waiting.appendleft(seq)
 
@@ -243,7 +252,7 @@ class Scheduler:
 
     def finish(self, seq: Sequence, num_reply: int) -> None:
         """`seq` is done: remember its full blocks for the next turn of the same talk, then let them go."""
-        tokens = seq.request.prompt_ids + self.table.out[0][seq.slot, :num_reply].tolist()
+        tokens = np.concatenate([seq.request.prompt, self.table.out[0][seq.slot, :num_reply]])
         self._remember(seq, tokens, len(tokens) - 1)  # the last token was never run
         self._leave(seq)
         seq.finished = True

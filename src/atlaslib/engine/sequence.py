@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from atlaslib.engine.config import SamplingParams
 from atlaslib.engine.sampling import mix_seed
@@ -45,6 +46,7 @@ class Completion:
         return sorted(set(self.versions))
 
 
+Tokens = NDArray[np.int64]
 TokenCallback = Callable[[int, Completion], None]
 """Called in the engine's thread with (sample index, the new part of that sample's reply)."""
 
@@ -53,7 +55,7 @@ TokenCallback = Callable[[int, Completion], None]
 class Request:
     """A prompt with its sampling parameters and the future its completions go to."""
 
-    prompt_ids: list[int]
+    prompt: Tokens
     params: SamplingParams
     seed: int
     on_tokens: TokenCallback | None = None
@@ -65,7 +67,7 @@ class Request:
     prompt_top_logprobs: list[dict[int, float]] | None = None
 
     def __post_init__(self) -> None:
-        self.sequences = [Sequence(self, index, self.prompt_ids) for index in range(self.params.n)]
+        self.sequences = [Sequence(self, index, self.prompt) for index in range(self.params.n)]
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -78,7 +80,7 @@ class Sequence:
 
     request: Request
     index: int
-    tokens: list[int]  # prompt, and after a preemption also the reply so far
+    tokens: Tokens  # prompt, and after a preemption also the reply so far
     slot: int = -1
     num_computed: int = 0  # leading tokens whose keys are in the cache, while prefilling
     blocks: list[int] = field(default_factory=list)

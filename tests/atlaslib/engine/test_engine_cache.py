@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -32,22 +35,26 @@ def test_a_shared_block_is_free_when_its_last_user_leaves() -> None:
     assert blocks.num_free == 2
 
 
+def ids(tokens: list[int]) -> np.ndarray[Any, Any]:
+    return np.array(tokens, dtype=np.int64)
+
+
 def test_prefix_tree_finds_whole_blocks_with_the_same_beginning_only() -> None:
     blocks = BlockManager(6, 2)
     first, second = blocks.allocate(), blocks.allocate()
-    node = blocks.remember(first, ROOT, [1, 2])
-    blocks.remember(second, node, [3, 4])
-    assert blocks.find_prefix([1, 2, 3, 4, 5], limit=5)[0] == [first, second]
-    assert blocks.find_prefix([1, 2, 3, 4], limit=3)[0] == [first]  # the last token must be run
-    assert blocks.find_prefix([9, 2, 3, 4, 5], limit=5)[0] == []
-    assert blocks.find_prefix([3, 4, 5], limit=3)[0] == []  # same tokens, other beginning
+    node = blocks.remember(first, ROOT, ids([1, 2]))
+    blocks.remember(second, node, ids([3, 4]))
+    assert blocks.find_prefix(ids([1, 2, 3, 4, 5]), limit=5)[0] == [first, second]
+    assert blocks.find_prefix(ids([1, 2, 3, 4]), limit=3)[0] == [first]  # the last token must be run
+    assert blocks.find_prefix(ids([9, 2, 3, 4, 5]), limit=5)[0] == []
+    assert blocks.find_prefix(ids([3, 4, 5]), limit=3)[0] == []  # same tokens, other beginning
     blocks.release([first, second])
-    assert blocks.find_prefix([1, 2, 3, 4, 5], limit=5)[0] == [first, second]  # findable until handed out again
+    assert blocks.find_prefix(ids([1, 2, 3, 4, 5]), limit=5)[0] == [first, second]  # findable until handed out again
     taken = [blocks.allocate() for _ in range(5)]
     assert taken[-1] == second  # the end of a sequence goes before its beginning
-    assert blocks.find_prefix([1, 2, 3, 4, 5], limit=5)[0] == [first]
+    assert blocks.find_prefix(ids([1, 2, 3, 4, 5]), limit=5)[0] == [first]
     blocks.forget_all()
-    assert blocks.find_prefix([1, 2, 3, 4, 5], limit=5)[0] == []
+    assert blocks.find_prefix(ids([1, 2, 3, 4, 5]), limit=5)[0] == []
 
 
 def replies_of(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:

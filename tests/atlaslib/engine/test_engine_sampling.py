@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -179,13 +180,7 @@ def test_whole_replies_equal_a_naive_sampler_for_every_setting_in_one_batch() ->
     model = tiny_causal_lm("llama")
     engine = Engine(model, config=EngineConfig(block_size=4))
     prompt = [5, 9, 14, 9]
-    settings = [
-        SamplingParams(
-            **{name: getattr(s, name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")},
-            max_tokens=12, seed=11, ignore_eos=True,
-        )
-        for s in SETTINGS.values()
-    ]  # fmt: skip
+    settings = [replace(setting, max_tokens=12, seed=11, ignore_eos=True) for setting in SETTINGS.values()]
     replies = engine.generate([prompt] * len(settings), settings)
     stream = mix_seed(engine.make_request(prompt, settings[0]).seed, 0)
     for name, setting, (reply,) in zip(SETTINGS, settings, replies, strict=True):
