@@ -30,6 +30,7 @@ from atroposlib.envs.server_handling.sequence_tree import (
     SequenceNode,
     SequenceTree,
     Turn,
+    end_of_turn,
     prefix_of,
     recorded_node,
     suffix_after_reply,
@@ -232,8 +233,8 @@ class ManagedServer:
             # The template writes this reply differently from how it was sampled, but may still only append after it.
             finished = self._convert_messages_to_prompt(messages[:count], tools, template_kwargs)
             if prompt.startswith(finished):
-                _, _, after_end = turn_end.partition(turn.end_text) if turn.end_text else ("", "", turn_end)
-                return prefix_of(turn, after_end + prompt[len(finished) :])
+                end = end_of_turn(turn, turn_end)
+                return prefix_of(turn, (turn_end.partition(end)[2] if end else turn_end) + prompt[len(finished) :])
         self._say_branching()
         return None
 

@@ -170,9 +170,10 @@ def suffix_after_reply(rest: str, turn: Turn, turn_end: str | None) -> str | Non
     The reply may come back without its control token or with other white space round it. None when ``rest`` does not
     show this reply: the template or the caller changed it.
     """
-    if turn.end_text and rest.startswith(turn.reply_raw):
+    end = end_of_turn(turn, turn_end)
+    if end and rest.startswith(turn.reply_raw):
         return rest[len(turn.reply_raw) :]
-    if not turn.end_text and rest.startswith(turn.reply_text):
+    if not end and rest.startswith(turn.reply_text):
         after = rest[len(turn.reply_text) :]
         if _ends_turn(after, turn_end):
             return after
@@ -181,11 +182,16 @@ def suffix_after_reply(rest: str, turn: Turn, turn_end: str | None) -> str | Non
     if not body.startswith(core):
         return None
     after = body[len(core) :]
-    if turn.end_text:
-        place = after.find(turn.end_text)
-        return after[place + len(turn.end_text) :] if place >= 0 and not after[:place].strip() else None
+    if end:
+        place = after.find(end)
+        return after[place + len(end) :] if place >= 0 and not after[:place].strip() else None
     trimmed = after.lstrip() if turn.reply_text != turn.reply_text.rstrip() else after
     return trimmed if _ends_turn(trimmed, turn_end) else None
+
+
+def end_of_turn(turn: Turn, turn_end: str | None) -> str:
+    """The sampled control token's text if it is the one the template ends a turn with, else nothing."""
+    return turn.end_text if turn_end is None or turn.end_text in turn_end else ""
 
 
 def _ends_turn(text: str, turn_end: str | None) -> bool:

@@ -141,6 +141,20 @@ async def test_stripped_replies_still_continue_their_sequence(server: IdServer, 
     assert server.tokenizer.decode(node.tokens).count("<|im_end|>") == 4
 
 
+@pytest.mark.parametrize("template", ["chatml", "qwen3"])
+async def test_another_control_token_at_the_end_does_not_end_the_turn(server: IdServer, template: str) -> None:
+    if template == "qwen3":
+        server.tokenizer.chat_template = QWEN3_LIKE
+    server.replies = [[*server.tokenizer.encode("one"), 0], "two"]
+    managed = ManagedServer(server)
+    await managed.chat_completion(messages=[_user("a")])
+    last = _user("b") if template == "chatml" else {"role": "tool", "content": "b"}
+    await managed.chat_completion(messages=[_user("a"), _assistant("one"), last])
+    (node,) = managed.get_state()["nodes"]
+    assert f"one<|pad|><|im_end|>\n<|im_start|>{last['role']}\nb" in server.tokenizer.decode(node.tokens)
+    assert server.tokenizer.decode(_trained(node)) == "one<|pad|>two<|im_end|>"
+
+
 async def test_choices_are_continued_in_order(server: IdServer) -> None:
     server.replies = [f"Response{i}" for i in range(8)]
     managed = ManagedServer(server)
@@ -467,3 +481,37 @@ async def test_an_adapter_looks_like_a_client(server: IdServer) -> None:
         await adapter.post()
     with pytest.raises(NotImplementedError):
         adapter.copy()
+
+
+@pytest.mark.parametrize("template", [None, TRIMMING, QWEN3_LIKE])
+@pytest.mark.parametrize("seed", range(4))
+async def test_random_conversations_match_an_oracle(server: IdServer, template: str | None, seed: int) -> None:
+    """Grow a random tree of conversations; every leaf must be one node that trains exactly the ids sampled on its path."""
+    rng = random.Random(seed)
+    if template is not None:
+        server.tokenizer.chat_template = template
+    managed = ManagedServer(server)
+    # A conversation: its messages, the ids sampled on the way, and whether something has continued it.
+    grown: list[dict[str, Any]] = [{"messages": [], "sampled": [], "continued": True}]
+    for number in range(25):
+        parent = rng.choice(grown)
+        messages = [*parent["messages"], _user(f"question {number}")]
+        n = rng.choice([1, 1, 2, 3])
+        replies = []
+        for _ in range(n):
+            ids = [rng.choice([0, 1, *range(3, 259)]) for _ in range(rng.randrange(1, 8))]
+            replies.append([*ids, END] if rng.random() < 0.7 else ids)
+        server.replies = [list(ids) for ids in replies]
+        reply = await managed.chat_completion(messages=messages, n=n)
+        parent["continued"] = True
+        for choice, ids in zip(reply.choices, replies, strict=True):
+            text = choice.message.content or ""
+            shown = text.strip() if rng.random() < 0.3 else text
+            sampled = [*parent["sampled"], *ids]
+            grown.append({"messages": [*messages, _assistant(shown)], "sampled": sampled, "continued": False})
+        sent = server.sent[-1]
+        assert all(node.tokens[: len(sent)] == sent for node in managed.current_nodes[-max(0, n - 1) :] if n > 1)
+    leaves = sorted(conversation["sampled"] for conversation in grown if not conversation["continued"])
+    assert sorted(_trained(node) for node in managed.get_state()["nodes"]) == leaves
+    for node in managed.get_state()["nodes"]:
+        _check(node)
