@@ -323,7 +323,9 @@ def _document_hot_routes(api: FastAPI) -> None:
         ("GET", "/status-env", "environment", "The queue as one environment sees it (`env_id` as query parameter or JSON body).", {}),
     ]  # fmt: skip
     for method, path, tag, summary, extra in pages:
-        api.add_api_route(path, answered_elsewhere, methods=[method], tags=[tag], summary=summary, openapi_extra=extra)
+        api.add_api_route(
+            path, answered_elsewhere, methods=[method], tags=[tag], summary=summary, description=summary, openapi_extra=extra
+        )
 
 
 def _from_environment() -> ServerSettings:
