@@ -12,7 +12,9 @@ import itertools
 import json
 import os
 import re
+import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from atroposlib.api.client import TrainerClient
 from atroposlib.cli.main import main as atropos
 from atroposlib.cli.serve_verifiers import parse, settings_of
 from atroposlib.envs.base import APIServerConfig
@@ -29,6 +32,7 @@ from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.verifiers_env import VerifiersConfig, VerifiersEnv, split_tasks
 from atroposlib.envs.worker_process import WorkerProcess
 from atroposlib.errors import ConfigError, WorkerError
+from atroposlib.testing.api import serve_api
 from atroposlib.testing.harness_server import HarnessServer
 from atroposlib.testing.scripted_server import script
 
@@ -250,6 +254,61 @@ def test_process_command_writes_groups(
         assert [codes(tiny_tokenizer, masks)[-1] for masks in group["masks"]] == group["scores"]
 
 
+def serve_and_train(tiny_tokenizer: Any, arguments: list[str], log: Path, *, num_batches: int) -> list[dict[str, Any]]:
+    """The whole path: rollout server, ``atropos serve-verifiers`` in a process of its own, a trainer that takes batches."""
+    folder = tiny_tokenizer.name_or_path
+    with (
+        HarnessServer(tokenizer=tiny_tokenizer, reply=counting()) as server,
+        serve_api() as api,
+        log.open("wb") as messages,
+    ):
+        flags = {
+            "--env.tokenizer_name": folder,
+            "--env.group_size": "4",
+            "--env.rollout_server_url": api.url,
+            "--env.max_num_workers": "2",
+            "--env.use_wandb": "false",
+            "--openai.base_url": server.base_url,
+            "--openai.model_name": folder,
+            "--openai.server_type": "vllm",
+        }
+        command = [sys.executable, "-m", "atroposlib.cli.main", "serve-verifiers", *arguments, "serve"]
+        trainer = TrainerClient(api.url)
+        trainer.register(batch_size=8, max_token_len=256, num_steps=100, checkpoint_dir="", save_checkpoint_interval=-1)
+        env = subprocess.Popen(
+            [*command, *(word for pair in flags.items() for word in pair)], stdout=messages, stderr=messages
+        )
+        groups: list[dict[str, Any]] = []
+        try:
+            for _ in range(num_batches):
+                batch = None
+                deadline = time.monotonic() + 120.0
+                while batch is None:
+                    assert env.poll() is None, log.read_text()
+                    assert time.monotonic() < deadline, log.read_text()
+                    batch = trainer.next_batch(timeout_s=2.0)
+                groups += batch.groups
+                trainer.ack(batch.seq)
+        finally:
+            trainer.close()
+            env.terminate()
+            assert env.wait(60) is not None
+    return groups
+
+
+def check_served(groups: list[dict[str, Any]], tokenizer: Any) -> None:
+    everything: list[int] = []
+    for group in groups:
+        found = [codes(tokenizer, [int(mask) for mask in masks]) for masks in group["masks"]]
+        assert [last for *_, last in found] == list(group["scores"])
+        everything += [code for sequence in found for code in sequence]
+    assert len(everything) == len(set(everything)) == len(groups) * 4 * 2
+
+
+def test_served_to_a_trainer(tiny_tokenizer: Any, stand_in: dict[str, Any], tmp_path: Path) -> None:
+    check_served(serve_and_train(tiny_tokenizer, ["sample-older"], tmp_path / "log", num_batches=2), tiny_tokenizer)
+
+
 # ---------------------------------------------------------------------- with real installations
 
 
@@ -280,3 +339,25 @@ async def test_real_verifiers(
         server.reply = lambda prompt, choice: "nothing at all"  # the reward raises: no reward, so no group
         assert await env.collect_trajectories(5) == (None, [])
         assert env.num_failed_rollouts >= 4
+
+
+@pytest.mark.slow
+async def test_real_episodes_of_several_traces(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Best-of-n plays each task n times in one episode; every one of those traces has its own reward and tokens."""
+    monkeypatch.setenv("PYTHONPATH", str(SAMPLES))
+    settings = real("0.4", "sample-taskset") | {"verifiers_arguments": {"id": "best-of-n", "n": 2}}
+    async with running(tiny_tokenizer, counting(), **settings) as (env, _):
+        group, _ = await env.collect_trajectories(5)
+    assert group["group_overrides"] == {"group_size": 8}
+    assert [codes(tiny_tokenizer, masks)[-1] for masks in group["masks"]] == group["scores"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("version", "sample"), [("0.4", "sample-taskset"), ("0.3", "sample-older")])
+def test_real_verifiers_served_to_a_trainer(
+    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, sample: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SAMPLES))
+    python = real(version, sample)["verifiers_python"]
+    groups = serve_and_train(tiny_tokenizer, [sample, "--python", python], tmp_path / "log", num_batches=5)
+    check_served(groups, tiny_tokenizer)
