@@ -60,15 +60,17 @@ class TrainingSample:
 class Microbatch:
     """Rows for one forward pass, and the flat list of the tokens trained in them.
 
-    Padded, packed and prefix-shared layouts differ only in the first three fields.
+    Padded, packed and prefix-shared layouts differ only in the first four fields.
     """
 
     input_ids: torch.Tensor
     """[R, W] int64"""
     position_ids: torch.Tensor | None
     """[R, W] int64; None = 0..W-1 in every row"""
-    attention_mask: torch.Tensor | None
-    """[R, 1, W, W] bool (True = may look), or None = plain causal"""
+    gather_index: torch.Tensor | None
+    """[S, W'] for flat rows: position of every token of every sample in the row; None = plain causal rows"""
+    place_index: torch.Tensor | None
+    """[W] for flat rows: one place (sample * W' + column) in that table for every position"""
     source_index: torch.Tensor
     """[T] flat position (row * W + column) whose hidden state predicts the token"""
     target_ids: torch.Tensor

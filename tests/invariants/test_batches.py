@@ -32,7 +32,6 @@ def test_eight_times_one_equals_one_times_eight(loss_type: str, run: Any) -> Non
     "options",
     [
         {"packing": "packed"},
-        {"packing": "packed", "packing_row_length": 64},
         {"packing": "shared_prefix"},
         {"packing": "auto"},
         {"logprob_chunk_size": 3},

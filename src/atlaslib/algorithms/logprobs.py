@@ -12,8 +12,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-AUTO_BUDGET_ELEMENTS = 64 * 1024 * 1024
-"""With no chunk size given, a chunk holds at most this many logits (256 MiB in float32)."""
+CPU_CHUNK_ELEMENTS = 64 * 1024 * 1024
+CUDA_CHUNK_ELEMENTS = 512 * 1024 * 1024
+"""With no chunk size given, a chunk holds at most this many logits (256 MiB and 2 GiB in float32)."""
+CUDA_KEEP_SHARE = 0.1
+"""Logits are kept for the backward pass when they take at most this share of the free memory (CPU: when one chunk holds them)."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -53,24 +56,33 @@ def token_logprobs(
     are kept for the backward pass instead of being computed again.
     """
     targets = target_ids if target_ids.dim() == 2 else target_ids.unsqueeze(1)
-    num_tokens, vocab_size = hidden.shape[0], weight.shape[0]
-    budget = max(1, AUTO_BUDGET_ELEMENTS // max(vocab_size, 1))
-    size = min(chunk_size or budget, max(num_tokens, 1))
-    wide = torch.float64 if (compute_dtype or weight.dtype) == torch.float64 else torch.float32
+    num_tokens = hidden.shape[0]
+    dtype = compute_dtype or weight.dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
     inverse = 1.0 / torch.as_tensor(temperature, device=hidden.device).to(wide)
     inverse = inverse.expand(num_tokens) if inverse.dim() == 0 else inverse
+    size, keep = _chunking(hidden.device, num_tokens, weight.shape[0], dtype, chunk_size)
     call = _Call(
-        chunk_size=size,
-        keep=size >= num_tokens,
-        with_entropy=with_entropy,
-        head=head or HeadOptions(),
-        dtype=compute_dtype or weight.dtype,
+        chunk_size=size, keep=keep, with_entropy=with_entropy, head=head or HeadOptions(), dtype=dtype, wide=wide
     )
     logprobs, entropy = cast(
         tuple[torch.Tensor, torch.Tensor],
         _HeadLogprobs.apply(hidden, weight, bias, targets, inverse.contiguous(), call),
     )
     return TokenLogprobs(logprobs if target_ids.dim() == 2 else logprobs.squeeze(1), entropy if with_entropy else None)
+
+
+def _chunking(
+    device: torch.device, num_tokens: int, vocab_size: int, dtype: torch.dtype, chunk_size: int | None
+) -> tuple[int, bool]:
+    """Positions per chunk, and whether the logits of all chunks stay for the backward pass."""
+    on_cuda = device.type == "cuda"
+    wanted = chunk_size or max(1, (CUDA_CHUNK_ELEMENTS if on_cuda else CPU_CHUNK_ELEMENTS) // max(vocab_size, 1))
+    size = max(1, min(wanted, num_tokens))
+    if chunk_size is not None or not on_cuda:
+        return size, size >= num_tokens
+    free, _ = torch.cuda.mem_get_info(device)
+    return size, num_tokens * vocab_size * dtype.itemsize <= CUDA_KEEP_SHARE * free
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -80,25 +92,28 @@ class _Call:
     with_entropy: bool
     head: HeadOptions
     dtype: torch.dtype
+    wide: torch.dtype
 
 
-def _chunk_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, inverse: torch.Tensor, call: _Call
-) -> torch.Tensor:
-    """[c, V] float32 (float64 for float64 weights) logits / temperature."""
-    wide = torch.float64 if call.dtype == torch.float64 else torch.float32
-    logits = torch.nn.functional.linear(
+def _linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: _Call) -> torch.Tensor:
+    """[c, V] in the compute dtype, as the head gives it."""
+    return torch.nn.functional.linear(
         hidden.to(call.dtype), weight.to(call.dtype), None if bias is None else bias.to(call.dtype)
-    ).to(wide)
-    if call.head.logit_scale != 1.0:
-        logits = logits * call.head.logit_scale
+    )
+
+
+def _logits(raw: torch.Tensor, inverse: torch.Tensor, call: _Call) -> torch.Tensor:
+    """[c, V] logits / temperature in the wide dtype; a new tensor, free to be written to."""
+    logits = raw.to(call.wide)
     if call.head.softcap is not None:
-        logits = torch.tanh(logits / call.head.softcap) * call.head.softcap
-    return logits.mul_(inverse.unsqueeze(1))
+        logits = torch.tanh(logits * (call.head.logit_scale / call.head.softcap)).mul_(call.head.softcap)
+        return logits.mul_(inverse.unsqueeze(1))
+    factor = (inverse * call.head.logit_scale).unsqueeze(1)
+    return logits.mul_(factor) if logits is not raw else logits * factor
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """Forward keeps per token only the log-sum-exp; backward rebuilds each chunk of logits, or reads the kept one."""
+    """Forward keeps the log-sum-exp per token, and the raw logits if they may stay; backward rebuilds what it lacks."""
 
     @staticmethod
     def forward(
@@ -110,49 +125,54 @@ class _HeadLogprobs(torch.autograd.Function):
         inverse: torch.Tensor,
         call: _Call,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
         with torch.autocast(device_type=hidden.device.type, enabled=False):
-            wide = torch.float64 if call.dtype == torch.float64 else torch.float32
             num_tokens = hidden.shape[0]
-            logprobs = torch.empty(targets.shape, dtype=wide, device=hidden.device)
-            entropy = torch.zeros(num_tokens if call.with_entropy else 0, dtype=wide, device=hidden.device)
-            lse = torch.empty(num_tokens, dtype=wide, device=hidden.device)
-            kept: torch.Tensor | None = None
+            keep = call.keep and any(ctx.needs_input_grad[:3])
+            logprobs = torch.empty(targets.shape, dtype=call.wide, device=hidden.device)
+            entropy = torch.zeros(num_tokens if call.with_entropy else 0, dtype=call.wide, device=hidden.device)
+            lse = torch.empty(num_tokens, dtype=call.wide, device=hidden.device)
+            kept: list[torch.Tensor] = []
             for start in range(0, num_tokens, call.chunk_size):
                 part = slice(start, start + call.chunk_size)
-                logits = _chunk_logits(hidden[part], weight, bias, inverse[part], call)
+                raw = _linear(hidden[part], weight, bias, call)
+                logits = _logits(raw, inverse[part], call)
                 lse[part] = torch.logsumexp(logits, dim=-1)
                 logprobs[part] = logits.gather(1, targets[part]) - lse[part].unsqueeze(1)
                 if call.with_entropy:
-                    entropy[part] = lse[part] - _expected_logit(logits, lse[part])
-                kept = logits if call.keep and any(ctx.needs_input_grad[:3]) else None
-            ctx.call = call
-            ctx.save_for_backward(hidden, weight, bias, targets, inverse, lse, entropy, kept)
+                    log_p = logits.sub_(lse[part].unsqueeze(1))
+                    entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
+                if keep:
+                    kept.append(raw)
+            ctx.call, ctx.kept = call, kept
+            ctx.save_for_backward(hidden, weight, bias, targets, inverse, lse, entropy)
             return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, inverse, lse, entropy, kept = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, targets, inverse, lse, entropy = ctx.saved_tensors
         call: _Call = ctx.call
         grad_logprobs, grad_entropy = grad_outputs
+        if not call.with_entropy:
+            grad_entropy = None
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         with torch.autocast(device_type=hidden.device.type, enabled=False):
             grad_hidden = torch.empty_like(hidden) if need_hidden else None
             grad_weight: torch.Tensor | None = None
             grad_bias: torch.Tensor | None = None
-            for start in range(0, hidden.shape[0], call.chunk_size):
+            for number, start in enumerate(range(0, hidden.shape[0], call.chunk_size)):
                 part = slice(start, start + call.chunk_size)
-                logits = kept if kept is not None else _chunk_logits(hidden[part], weight, bias, inverse[part], call)
+                raw = ctx.kept[number] if ctx.kept else _linear(hidden[part], weight, bias, call)
+                logits = _logits(raw, inverse[part], call)
+                slope = _slope(logits, inverse[part], call)
                 grad_logits = _grad_of_logits(
-                    logits,
-                    lse[part],
+                    logits.sub_(lse[part].unsqueeze(1)),
                     targets[part],
-                    grad_logprobs[part],
-                    (entropy[part], grad_entropy[part]) if call.with_entropy else None,
-                )
-                if call.head.softcap is not None:
-                    capped = logits / (call.head.softcap * inverse[part].unsqueeze(1))
-                    grad_logits = grad_logits * (1.0 - capped**2)
-                grad_logits *= inverse[part].unsqueeze(1) * call.head.logit_scale
+                    None if grad_logprobs is None else grad_logprobs[part],
+                    None if grad_entropy is None else (entropy[part], grad_entropy[part]),
+                ).mul_(slope)
+                if ctx.kept:
+                    ctx.kept[number] = None
                 narrow = grad_logits.to(call.dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] = (narrow @ weight.to(call.dtype)).to(hidden.dtype)
@@ -160,31 +180,37 @@ class _HeadLogprobs(torch.autograd.Function):
                     grad_weight = _add(grad_weight, narrow.t() @ hidden[part].to(call.dtype), weight.dtype)
                 if need_bias:
                     grad_bias = _add(grad_bias, grad_logits.sum(0), bias.dtype)
+            ctx.kept = []
             return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _expected_logit(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """[c] sum over the vocabulary of p * logit."""
-    return torch.einsum("cv,cv->c", torch.exp(logits - lse.unsqueeze(1)), logits)
+def _slope(logits: torch.Tensor, inverse: torch.Tensor, call: _Call) -> torch.Tensor:
+    """d(logits / temperature) / d(raw head output): [c, 1], or [c, V] with a soft cap."""
+    factor = (inverse * call.head.logit_scale).unsqueeze(1)
+    if call.head.softcap is None:
+        return factor
+    capped = logits / (call.head.softcap * inverse.unsqueeze(1))
+    return (1.0 - capped.square_()).mul_(factor)
 
 
 def _grad_of_logits(
-    logits: torch.Tensor,
-    lse: torch.Tensor,
+    log_p: torch.Tensor,
     targets: torch.Tensor,
-    grad_logprobs: torch.Tensor,
+    grad_logprobs: torch.Tensor | None,
     entropy: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """d loss / d(logits / temperature): scatter(g) - p * sum(g), and for the entropy H: -g_H * p * (log p + H)."""
-    log_p = logits - lse.unsqueeze(1)
-    p = torch.exp(log_p)
-    total = grad_logprobs.sum(1, keepdim=True)
+    """d loss / d(logits / temperature): scatter(g) - p * sum(g), and for the entropy H: -g_H * p * (log p + H).
+
+    ``log_p`` may be overwritten.
+    """
+    rows = log_p.shape[0]
+    total = log_p.new_zeros(rows, 1) if grad_logprobs is None else grad_logprobs.sum(1, keepdim=True).to(log_p.dtype)
     if entropy is None:
-        grad = p.mul_(-total)
+        grad = log_p.exp_().mul_(-total)
     else:
         value, grad_value = entropy
-        grad = p * (-total - grad_value.unsqueeze(1) * (log_p + value.unsqueeze(1)))
-    return grad.scatter_add_(1, targets, grad_logprobs.to(grad.dtype))
+        grad = log_p.exp() * (-total - grad_value.unsqueeze(1) * (log_p + value.unsqueeze(1)))
+    return grad if grad_logprobs is None else grad.scatter_add_(1, targets, grad_logprobs.to(grad.dtype))
 
 
 def _add(total: torch.Tensor | None, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

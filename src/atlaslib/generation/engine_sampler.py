@@ -44,6 +44,7 @@ class EngineSampler:
         return SamplingParams(
             n=request.n,
             max_tokens=settings.max_tokens,
+            min_tokens=settings.min_tokens,
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k or 0,

@@ -11,6 +11,7 @@ class SamplingSettings:
     """How completions are drawn."""
 
     max_tokens: int
+    min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None

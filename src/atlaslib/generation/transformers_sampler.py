@@ -82,6 +82,7 @@ class TransformersSampler:
         )
         return GenerationConfig(
             max_new_tokens=settings.max_tokens,
+            min_new_tokens=settings.min_tokens or None,
             do_sample=not greedy,
             repetition_penalty=settings.repetition_penalty,
             eos_token_id=list(settings.stop_token_ids) or None,

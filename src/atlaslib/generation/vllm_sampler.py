@@ -72,6 +72,7 @@ class VLLMSampler:
             n=request.n,
             seed=request.seed % (1 << 31),
             max_tokens=settings.max_tokens,
+            min_tokens=settings.min_tokens,
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k or -1,

@@ -62,6 +62,7 @@ class VLLMClient:
             "n": n,
             "seed": seed % (1 << 31),
             "max_tokens": settings.max_tokens,
+            "min_tokens": settings.min_tokens,
             "temperature": settings.temperature,
             "top_p": settings.top_p,
             "top_k": settings.top_k if settings.top_k else -1,

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from atlaslib.data.packing import Layout, split_evenly
+from atlaslib.data.packing import Layout, split_evenly, untrained_prefix
 from atlaslib.data.rollout_source import staleness
 from atlaslib.errors import ConfigError
+from atlaslib.trainers.flat_attention import supports_flat
 from atlaslib.trainers.grpo_config import GRPOConfig
 from atlaslib.trainers.step_metrics import StepMetrics
 from atlaslib.types import TrainingSample
 
 Item = TypeVar("Item")
-SHARED_PREFIX_MAX_ROW = 4096
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -73,29 +73,22 @@ def blank_sample(pad_id: int) -> TrainingSample:
     return TrainingSample(token_ids=[pad_id, pad_id], loss_mask=[False, False], advantages=[0.0, 0.0], reward=0.0)
 
 
-def choose_layout(packing: str, samples: Sequence[TrainingSample], device: Any, model: Any) -> Layout:
-    """``auto``: share the prompts of a group on CPU when that saves a tenth of the tokens, else pad."""
+def choose_layout(packing: str, samples: Sequence[TrainingSample], model: Any) -> Layout:
+    """``auto``: the layout whose linear layers see the fewest tokens, padded rows when the others save less than a tenth."""
+    if packing == "padded" or not samples:
+        return "padded"
+    if not supports_flat(model):
+        if packing != "auto":
+            raise ConfigError(
+                f"packing={packing!r} needs plain causal attention; {type(model).__name__} has another kind: use 'padded'"
+            )
+        return "padded"
     if packing != "auto":
         return packing  # type: ignore[return-value]
-    attention = getattr(model.config, "_attn_implementation", "sdpa")
-    if getattr(device, "type", device) != "cpu" or attention not in {"sdpa", "eager"} or len(samples) < 2:
-        return "padded"
-    if _sliding_window(model.config):
-        return "padded"
     padded = len(samples) * max(len(sample.token_ids) for sample in samples)
-    groups: dict[tuple[object, ...], int] = {}
-    for sample in samples:
-        start = next((i for i, trained in enumerate(sample.loss_mask) if trained), len(sample.loss_mask))
-        key = (sample.group_id, tuple(sample.token_ids[:start]))
-        groups[key] = groups.get(key, start) + len(sample.token_ids) - start
-    shared = len(groups) * max(groups.values())
-    return "shared_prefix" if shared < 0.9 * padded and max(groups.values()) <= SHARED_PREFIX_MAX_ROW else "padded"
-
-
-def _sliding_window(config: Any) -> bool:
-    """Whether some layer looks back only so far: those models make masks of their own per layer."""
-    kinds = getattr(config, "layer_types", None) or []
-    return any(kind != "full_attention" for kind in kinds)
+    distinct = {(sample.group_id, *sample.token_ids[: untrained_prefix(sample)]) for sample in samples}
+    shared = sum(len(key) - 1 for key in distinct) + sum(len(s.token_ids) - untrained_prefix(s) for s in samples)
+    return "shared_prefix" if shared < 0.9 * padded else "padded"
 
 
 def log_samples(metrics: StepMetrics, samples: Sequence[TrainingSample], version: int) -> None:

@@ -33,6 +33,7 @@ def check_config(config: GRPOConfig) -> None:
     _check_unavailable(config)
     _check_numbers(config)
     _check_samplers(config)
+    _check_compile(config)
     _check_batches(config)
 
 
@@ -90,6 +91,10 @@ def _check_ranges(config: GRPOConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
+    if not 0 <= config.min_completion_length <= config.completion_limit:
+        raise ConfigError(
+            f"min_completion_length is {config.min_completion_length}; it must lie between 0 and max_completion_length ({config.completion_limit})"
+        )
     if not 0.0 <= config.ref_model_mixup_alpha <= 1.0:
         raise ConfigError(f"ref_model_mixup_alpha is {config.ref_model_mixup_alpha}; it must lie between 0 and 1")
     if config.max_staleness is not None and config.max_staleness < 0:
@@ -106,6 +111,15 @@ def _check_ranges(config: GRPOConfig) -> None:
         )
     if config.sync_ref_model and config.beta == 0.0:
         raise ConfigError("sync_ref_model=True with beta=0: there is no reference model to move; set beta above 0")
+
+
+def _check_compile(config: GRPOConfig) -> None:
+    if config.torch_compile:
+        raise ConfigError(
+            "torch_compile=True compiles the whole module, which the sampler shares; use compile_modules=True instead"
+        )
+    if config.compile_modules and config.gradient_checkpointing:
+        raise ConfigError("compile_modules and gradient_checkpointing do not go together; leave one out")
 
 
 def _check_samplers(config: GRPOConfig) -> None:

@@ -20,9 +20,10 @@ from atlaslib.algorithms.logprobs import HeadOptions
 from atlaslib.errors import ConfigError
 from atlaslib.rewards.reward_calls import on_device
 from atlaslib.trainers import model_setup
+from atlaslib.trainers.flat_attention import flat_attention
 from atlaslib.trainers.grpo import GRPOTrainer
 from atlaslib.trainers.grpo_config import GRPOConfig
-from atlaslib.trainers.policy import attention_mask_for, find_decoder, head_options
+from atlaslib.trainers.policy import find_decoder, flat_plan, head_options
 from atlaslib.trainers.rollouts import Rollout
 from atlaslib.trainers.sft import given_sample, plain_microbatch
 from atlaslib.types import Microbatch, TrainingSample
@@ -109,12 +110,8 @@ class GKDTrainer(GRPOTrainer):
     def _teacher_scores(self, batch: Microbatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Per trained token: its sample [T], log-prob [T], candidate ids [T, K] and their log-probs [T, K]."""
         teacher = self.teacher
-        output = find_decoder(teacher)(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=attention_mask_for(teacher, batch.attention_mask),
-            use_cache=False,
-        )
+        with flat_attention(teacher, flat_plan(batch)):
+            output = find_decoder(teacher)(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
         hidden = output.last_hidden_state.reshape(-1, output.last_hidden_state.shape[-1]).index_select(
             0, batch.source_index
         )

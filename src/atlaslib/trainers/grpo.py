@@ -40,7 +40,7 @@ from atlaslib.trainers.service_mode import ServiceMode
 from atlaslib.trainers.step_hooks import StepHooks, remember_grad_norm
 from atlaslib.trainers.step_metrics import MetricsFile, StepMetrics
 from atlaslib.trainers.update import MicroStep, PolicyUpdate
-from atlaslib.types import TrainingSample
+from atlaslib.types import Microbatch, TrainingSample
 
 logger = logging.getLogger(__name__)
 
@@ -198,12 +198,22 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
             with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
                 with self.sampler_host.exclusive_forward(), self.metrics.time("forward"), self.accelerator.autocast():
                     result = self.update.loss(model, piece)
-                with self.sampler_host.exclusive_backward(), self.metrics.time("backward"):
+                with (
+                    self.sampler_host.exclusive_backward(),
+                    self.metrics.time("backward"),
+                    self._recomputing(model, piece),
+                ):
                     self.accelerator.backward(result.loss * self.accelerator.num_processes)
             self._collect(result)
             total = total + result.loss.detach() * self.accelerator.num_processes
         self._sums["loss"] = self._sums.get("loss", 0.0) + float(total) / self.accelerator.num_processes
         return total
+
+    def _recomputing(self, model: Any, piece: Microbatch) -> contextlib.AbstractContextManager[None]:
+        """Gradient checkpointing runs the forward pass again during the backward pass."""
+        return (
+            self.update.attention_of(model, piece) if self.config.gradient_checkpointing else contextlib.nullcontext()
+        )
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -314,6 +324,7 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
         config = self.config
         values: dict[str, Any] = {
             "max_tokens": config.completion_limit,
+            "min_tokens": config.min_completion_length,
             "temperature": config.temperature,
             "top_p": config.top_p,
             "top_k": config.top_k,

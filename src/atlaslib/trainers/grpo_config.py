@@ -83,6 +83,7 @@ class GRPOConfig(TrainingArguments):
     )
     num_generations_eval: int = parameter(1, "Completions per prompt in evaluation.")
     max_completion_length: int | None = parameter(256, "Longest completion in tokens.")
+    min_completion_length: int = parameter(0, "No completion ends before that many tokens.")
     max_prompt_length: int | None = parameter(
         512,
         "Longest prompt in tokens; longer ones lose their beginning. None = never cut.",
@@ -234,10 +235,12 @@ class GRPOConfig(TrainingArguments):
         "The same, by the most sequences in one piece.",
     )
     packing: str = parameter("auto", "padded, packed, shared_prefix, or auto.")
-    packing_row_length: int | None = parameter(None, "Wished length of a packed row; None = the longest sample.")
     logprob_chunk_size: int | None = parameter(
         None,
         "Positions whose logits are held at a time; None = by a memory budget.",
+    )
+    compile_modules: bool = parameter(
+        False, "Compile norms and feed-forward blocks for the update (pays on a GPU; the sampler is not affected)."
     )
     engine_kwargs: dict[str, Any] | None = parameter(None, "Settings of the embedded engine (EngineConfig fields).")
 

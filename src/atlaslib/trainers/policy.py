@@ -14,16 +14,28 @@ import torch
 
 from atlaslib.algorithms.logprobs import HeadOptions, TokenLogprobs, token_logprobs
 from atlaslib.errors import ConfigError
+from atlaslib.trainers.flat_attention import FlatPlan, flat_attention
 from atlaslib.types import Microbatch
+
+ENTROPY_SAMPLE = 1024
+"""On a GPU the entropy that is only logged is taken from about this many tokens."""
 
 
 class PolicyForward:
     """Computes :class:`TokenLogprobs` of microbatches; remembers the settings that do not change in a run."""
 
     def __init__(
-        self, *, unwrap: Callable[[Any], Any], chunk_size: int | None = None, at_temperature: bool = True
+        self,
+        *,
+        unwrap: Callable[[Any], Any],
+        chunk_size: int | None = None,
+        at_temperature: bool = True,
+        entropy_gradient: bool = False,
+        around: Callable[[Any], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self._unwrap, self._chunk_size, self._at_temperature = unwrap, chunk_size, at_temperature
+        self._entropy_gradient = entropy_gradient
+        self._around = around
 
     def __call__(self, model: Any, batch: Microbatch, *, with_entropy: bool = False) -> TokenLogprobs:
         """Columns of the result: the trained token first, then the distilled candidates when the batch has any."""
@@ -37,12 +49,8 @@ class PolicyForward:
     def _compute(self, inner: Any, batch: Microbatch, with_entropy: bool) -> TokenLogprobs:
         base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
         decoder, head = find_decoder(base), base.get_output_embeddings()
-        output = decoder(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=attention_mask_for(base, batch.attention_mask),
-            use_cache=False,
-        )
+        with flat_attention(base, flat_plan(batch)), self._around(base):
+            output = decoder(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
         hidden = output.last_hidden_state.reshape(-1, output.last_hidden_state.shape[-1])
         picked = hidden.index_select(0, batch.source_index)
         targets = batch.target_ids.unsqueeze(1)
@@ -55,18 +63,42 @@ class PolicyForward:
             return _module_head_logprobs(
                 head, picked, targets, temperature, self._chunk_size, head_options(base.config), with_entropy
             )
+        return self._head_logprobs(base, head, picked, targets, temperature, with_entropy)
+
+    def _head_logprobs(
+        self,
+        base: Any,
+        head: Any,
+        picked: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: torch.Tensor,
+        with_entropy: bool,
+    ) -> TokenLogprobs:
         autocast = torch.is_autocast_enabled(picked.device.type)
-        return token_logprobs(
-            picked,
-            head.weight,
-            targets,
-            bias=head.bias,
-            temperature=temperature,
-            chunk_size=self._chunk_size,
-            with_entropy=with_entropy,
-            head=head_options(base.config),
-            compute_dtype=torch.get_autocast_dtype(picked.device.type) if autocast else None,
+        shared: dict[str, Any] = {
+            "bias": head.bias,
+            "chunk_size": self._chunk_size,
+            "head": head_options(base.config),
+            "compute_dtype": torch.get_autocast_dtype(picked.device.type) if autocast else None,
+        }
+        exact = with_entropy and (
+            self._entropy_gradient or picked.device.type == "cpu" or picked.shape[0] <= ENTROPY_SAMPLE
         )
+        result = token_logprobs(picked, head.weight, targets, temperature=temperature, with_entropy=exact, **shared)
+        if not with_entropy or exact:
+            return result
+        with torch.no_grad():  # only for the log: every so many-th token says enough
+            stride = -(-picked.shape[0] // ENTROPY_SAMPLE)
+            some = token_logprobs(
+                picked[::stride],
+                head.weight,
+                targets[::stride, 0],
+                temperature=temperature[::stride],
+                with_entropy=True,
+                **shared,
+            )
+        assert some.entropy is not None
+        return TokenLogprobs(result.logprobs, some.entropy.mean().expand(picked.shape[0]))
 
 
 def run_as_forward(wrapper: Any, inner: Any, compute: Callable[[], Any]) -> Any:
@@ -121,19 +153,11 @@ def head_options(config: Any) -> HeadOptions:
     return HeadOptions(logit_scale=scale, softcap=None if softcap is None else float(softcap))
 
 
-def attention_mask_for(model: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """The boolean [R, 1, W, W] mask in the form the model's attention wants."""
-    if mask is None:
+def flat_plan(batch: Microbatch) -> FlatPlan | None:
+    """How attention reads a flat row; None for plain rows."""
+    if batch.gather_index is None or batch.place_index is None:
         return None
-    kind = getattr(model.config, "_attn_implementation", "sdpa")
-    if kind == "sdpa":
-        return mask
-    if kind == "eager":
-        dtype = next(model.parameters()).dtype
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
-    raise ConfigError(
-        f"packed rows need attn_implementation 'sdpa' or 'eager', the model uses {kind!r}; set packing='padded'"
-    )
+    return FlatPlan(gather=batch.gather_index, place=batch.place_index)
 
 
 def _module_head_logprobs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,10 @@ from atlaslib.errors import ConfigError
 from atlaslib.rewards.reward_calls import on_device
 from atlaslib.trainers import batch_sizes, model_setup
 from atlaslib.trainers.choices import loss_options
+from atlaslib.trainers.compiled import CompiledModules
+from atlaslib.trainers.flat_attention import flat_attention
 from atlaslib.trainers.grpo_config import GRPOConfig
-from atlaslib.trainers.policy import PolicyForward, adapter_disabled
+from atlaslib.trainers.policy import PolicyForward, adapter_disabled, flat_plan
 from atlaslib.trainers.step_metrics import StepMetrics
 from atlaslib.types import Microbatch, StepTotals, TrainingSample
 
@@ -34,6 +37,8 @@ class PolicyUpdate:
             unwrap=accelerator.unwrap_model,
             chunk_size=config.logprob_chunk_size,
             at_temperature=config.unbias_log_probabilities,
+            entropy_gradient=config.entropy_coef != 0.0,
+            around=CompiledModules() if config.compile_modules else contextlib.nullcontext,
         )
         self.options = loss_options(config)
         self.totals = StepTotals(num_sequences=1, num_tokens=1, num_microbatches=1)
@@ -56,13 +61,16 @@ class PolicyUpdate:
         device = self._accelerator.device
         batch = build_microbatch(
             samples or [batch_sizes.blank_sample(self._pad_id)],
-            layout=batch_sizes.choose_layout(self._config.packing, samples, device, model),
+            layout=batch_sizes.choose_layout(self._config.packing, samples, self._accelerator.unwrap_model(model)),
             pad_id=self._pad_id,
             device=device,
-            row_capacity=self._config.packing_row_length,
         )
         self._metrics().put("train/row_tokens", float(batch.num_input_tokens))
         return batch
+
+    def attention_of(self, model: Any, batch: Microbatch) -> contextlib.AbstractContextManager[None]:
+        """For a backward pass that runs forward passes again (gradient checkpointing): the attention of ``batch``."""
+        return flat_attention(self._accelerator.unwrap_model(model), flat_plan(batch))
 
     def loss(self, model: Any, batch: Microbatch) -> LossResult:
         """The loss of one piece as its share of the step."""

@@ -35,7 +35,7 @@ def test_forms_of_a_parameter(tmp_path: Path) -> None:
             "peft.r=8",
             "train_dataset=rows.jsonl",
             "optim=sgd",
-        ]  # fmt: skip
+        ]
     )
     assert settings == {
         "learning_rate": 2e-5,
@@ -116,7 +116,7 @@ def test_a_run_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
             "beta=0",
             "peft.r=2",
             "peft.target_modules=[q_proj]",
-        ]  # fmt: skip
+        ]
     )
     assert code == 0
     assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text())["step"] == 1

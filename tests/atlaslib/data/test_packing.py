@@ -42,7 +42,7 @@ def test_padded_rows_and_flat_tokens() -> None:
         [30, 31, 32, 33, 34, 0],
     ]
     assert batch.position_ids is None
-    assert batch.attention_mask is None
+    assert batch.gather_index is None
     assert batch.target_ids.tolist() == [8, 9, 10, 11, 12, 22, 31, 32, 33, 34]
     assert batch.source_index.tolist() == [2, 3, 8, 9, 10, 13, 18, 19, 20, 21]
     assert batch.sample_index.tolist() == [0, 0, 1, 1, 1, 2, 3, 3, 3, 3]
@@ -56,33 +56,37 @@ def test_shared_prefix_holds_the_prompt_once() -> None:
     assert batch.position_ids is not None
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4, 5]]
     assert batch.source_index.tolist() == [2, 3, 2, 5, 6]
-    assert batch.attention_mask is not None
-    looks = batch.attention_mask[0, 0].int().tolist()
-    assert looks[4] == [1, 1, 1, 1, 1, 0, 0, 0]
-    assert looks[6] == [1, 1, 1, 0, 0, 1, 1, 0]
+    assert batch.gather_index is not None
+    assert batch.place_index is not None
+    assert batch.gather_index.tolist() == [[0, 1, 2, 3, 4, 0], [0, 1, 2, 5, 6, 7]]
+    assert batch.gather_index.flatten()[batch.place_index].tolist() == list(range(8))
 
 
 def test_other_groups_with_the_same_prompt_are_not_merged() -> None:
-    batch = build_microbatch([make([5, 6], [7], "a"), make([5, 6], [8], "b")], layout="shared_prefix", row_capacity=6)
+    batch = build_microbatch([make([5, 6], [7], "a"), make([5, 6], [8], "b")], layout="shared_prefix")
     assert batch.input_ids.tolist() == [[5, 6, 7, 5, 6, 8]]
 
 
-def test_packed_rows_respect_the_capacity() -> None:
-    batch = build_microbatch(SAMPLES, layout="packed", row_capacity=10)
-    assert batch.input_ids.shape[1] <= 10
-    assert batch.input_ids.shape[0] == 2
-    assert sorted(batch.target_ids.tolist()) == sorted(build_microbatch(SAMPLES).target_ids.tolist())
+def test_packed_rows_have_no_pads() -> None:
+    batch = build_microbatch(SAMPLES, layout="packed")
+    assert batch.input_ids.shape == (1, 19)
+    assert batch.target_ids.tolist() == build_microbatch(SAMPLES).target_ids.tolist()
 
 
 @pytest.mark.parametrize("layout", ["packed", "shared_prefix"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("capacity", [None, 40])
-def test_layouts_give_the_same_logprobs(layout: Any, attention: str, capacity: int | None, tiny_model: Any) -> None:
+def test_layouts_give_the_same_logprobs_and_gradients(layout: Any, attention: str, tiny_model: Any) -> None:
     tiny_model.set_attn_implementation(attention)
     forward = PolicyForward(unwrap=lambda model: model)
-    padded = forward(tiny_model, build_microbatch(SAMPLES)).logprobs[:, 0]
-    other = forward(tiny_model, build_microbatch(SAMPLES, layout=layout, row_capacity=capacity)).logprobs[:, 0]
-    torch.testing.assert_close(other, padded, rtol=0, atol=2e-6)
+    results = []
+    for kind in ("padded", layout):
+        tiny_model.zero_grad()
+        logprobs = forward(tiny_model, build_microbatch(SAMPLES, layout=kind)).logprobs[:, 0]
+        (logprobs * torch.arange(10)).sum().backward()
+        results.append((logprobs.detach(), torch.cat([p.grad.flatten() for p in tiny_model.parameters()])))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=2e-6)
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-4, atol=2e-5)
+    assert tiny_model.config._attn_implementation == attention
 
 
 def test_logprobs_are_those_of_the_model(tiny_model: Any) -> None:

@@ -101,7 +101,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_tokenizer: Any
                 "enable_prefix_caching": True,
                 "enforce_eager": False,
                 **options,
-            }  # fmt: skip
+            }
         )
         model = tiny_llama(len(tiny_tokenizer), hidden=32, eos_token_id=tiny_tokenizer.eos_token_id)
         rows = [{"prompt": f"ask {n}"} for n in range(6)]

@@ -75,9 +75,14 @@ class VLLMLikeServer:
 
         self.requests.append(body)
         params = SamplingParams(
-            n=body["n"], seed=body["seed"], max_tokens=body["max_tokens"], temperature=body["temperature"], top_p=body["top_p"],
-            top_k=max(body["top_k"], 0), stop_token_ids=body["stop_token_ids"],
-        )  # fmt: skip
+            n=body["n"],
+            seed=body["seed"],
+            max_tokens=body["max_tokens"],
+            temperature=body["temperature"],
+            top_p=body["top_p"],
+            top_k=max(body["top_k"], 0),
+            stop_token_ids=body["stop_token_ids"],
+        )
         choices = []
         for completion in self.engine.generate([body["prompt"]], params)[0]:
             values = completion.raw_logprobs if self.raw_logprobs else completion.temperature_logprobs
@@ -120,10 +125,24 @@ def lengths(completions: list[str], **_: Any) -> list[float]:
 def train(tmp_path: Path, tiny_tokenizer: Any) -> Callable[..., GRPOTrainer]:
     def run(port: int, **options: Any) -> GRPOTrainer:
         settings: dict[str, Any] = {
-            "output_dir": str(tmp_path / "out"), "use_vllm_server": True, "vllm_host": "127.0.0.1", "vllm_port": port, "max_steps": 2,
-            "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 5, "beta": 0.0, "learning_rate": 0.05, "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "report_to": [],
-            "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, **options,
-        }  # fmt: skip
+            "output_dir": str(tmp_path / "out"),
+            "use_vllm_server": True,
+            "vllm_host": "127.0.0.1",
+            "vllm_port": port,
+            "max_steps": 2,
+            "per_device_train_batch_size": 8,
+            "num_generations": 4,
+            "max_completion_length": 5,
+            "beta": 0.0,
+            "learning_rate": 0.05,
+            "lr_scheduler_type": "constant",
+            "warmup_ratio": 0.0,
+            "report_to": [],
+            "save_strategy": "no",
+            "use_cpu": True,
+            "disable_tqdm": True,
+            **options,
+        }
         rows = [{"prompt": f"ask {n}"} for n in range(6)]
         trainer = GRPOTrainer(
             make_model(tiny_tokenizer),
