@@ -200,12 +200,13 @@ class EnvClient:
             if reply.status >= 500:
                 await asyncio.sleep(back_off.pause(f"answer {reply.status}: {reply.text()[:200]}"))
                 continue
-            if reply.status == 404 and b"not known here" in reply.body and self._registration is not None and await self._rejoin():
-                continue
-            return reply
+            if reply.status != 404 or b"not known here" not in reply.body or self._registration is None:
+                return reply
+            if not await self._rejoin():
+                await asyncio.sleep(back_off.pause("the server started afresh and waits for its trainer"))
 
     async def _rejoin(self) -> bool:
-        """Register again with a server that lost its memory; False when it still knows this environment (a real 404)."""
+        """Register again with a server that lost its memory; False while that waits for its trainer."""
         async with self._rejoining:
             registration = self._registration
             assert registration is not None
@@ -217,9 +218,8 @@ class EnvClient:
             if answer.get("status") == "success":
                 self.env_id = int(answer["env_id"])
                 logger.info("the rollout server started afresh; registered again as %s", answer.get("wandb_name"))
-            else:
-                await asyncio.sleep(1.0)  # it waits for its trainer
-            return True
+                return True
+            return False
 
     async def _encode(self, items: list[dict[str, Any]], *, many: bool) -> tuple[bytes, str]:
         if self._speaks_binary is None:
@@ -292,6 +292,7 @@ class TrainerClient:
         self._accept = {"accept": f"{BINARY_TYPE}, application/json" if use_binary else "application/json"}
         self._registration: dict[str, Any] | None = None
         self._after: int | None = None
+        self._received = 0  # batches since register()
         self._lock = threading.Lock()
 
     def register(
@@ -323,6 +324,7 @@ class TrainerClient:
         with self._lock:
             self._registration = request
             self._after = resume_after
+            self._received = 0
         return int(reply["uuid"])
 
     def next_batch(self, *, timeout_s: float | None = None) -> Batch | None:
@@ -360,6 +362,7 @@ class TrainerClient:
             # A server that numbers no batches hands out each once; count for it.
             number = seq if seq is not None else (self._after or 0) + 1
             self._after = number
+            self._received += 1
             return Batch(seq=number, groups=groups, group_ids=ids)
 
     def _register_again(self) -> None:
@@ -367,8 +370,8 @@ class TrainerClient:
         if self._registration is None:
             raise RolloutRejectedError("the trainer is not registered with the rollout server; call register() first", status=409)
         logger.info("the rollout server started afresh; registering again")
-        done = self._after or 0
-        request = {**self._registration, "resume_after": done}
+        step = self._registration["starting_step"] + self._received
+        request = {**self._registration, "starting_step": step, "resume_after": self._after or 0}
         self._until_answered("POST", "/register", request, None)
 
     def ack(self, seq: int) -> None:

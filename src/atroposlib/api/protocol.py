@@ -50,6 +50,7 @@ class RolloutProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._post: _Post | None = None
         self._answering = False
+        self._in_message = False
         self._backlog = b""
         self._closing = False
         self._last_used = 0.0
@@ -67,7 +68,7 @@ class RolloutProtocol(HttpToolsProtocol):
         if self._post is not None:
             self._fill(self._post, data, 0)
             return
-        if data.startswith(b"POST /scored_data") and (self.cycle is None or self.cycle.response_complete):
+        if data.startswith(b"POST /scored_data") and not self._in_message and (self.cycle is None or self.cycle.response_complete):
             post, offset = self._read_head(data)
             if post is not None:
                 self.on_lost = None
@@ -79,7 +80,12 @@ class RolloutProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()  # type: ignore[no-untyped-call]
+        self._in_message = True  # what comes is this request's, even if it was answered before its end
         self.scope["atropos.connection"] = self  # type: ignore[typeddict-unknown-key]
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()  # type: ignore[no-untyped-call]
+        self._in_message = False
 
     def _read_head(self, data: bytes) -> tuple[_Post | None, int]:
         """The request in these bytes and where its body begins; None when it is not for the short cut."""

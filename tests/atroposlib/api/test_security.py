@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,6 +88,33 @@ def test_bombs_and_torn_bodies(guarded: ApiProcess, encoding: str, path: str) ->
     assert post(b"not compressed at all") == 400
     assert post(whole, "br") == 415
     assert post(whole) == (200 if path == "/scored_data" else 422)
+
+
+def test_a_body_is_never_taken_for_a_request(guarded: ApiProcess) -> None:
+    """The head is answered early (too large); what follows is still its body, whatever it looks like."""
+    inner_body = json.dumps(group(66)).encode()
+    inner = b"POST /scored_data HTTP/1.1\r\nauthorization: Bearer %s\r\ncontent-length: %d\r\n\r\n%s" % (SECRET.encode(), len(inner_body), inner_body)
+    before = requests.get(f"{guarded.url}/metrics", headers=AUTHORISED, timeout=10).text
+    with socket.create_connection(("127.0.0.1", guarded.port)) as sock:
+        sock.settimeout(5)
+        sock.sendall(b"POST /register HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\ncontent-length: 300000\r\n\r\n" % SECRET.encode())
+        assert b" 413 " in sock.recv(4096)
+        sock.sendall(inner)
+        time.sleep(0.3)
+        sock.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            assert b"HTTP/1.1" not in sock.recv(4096)  # at most the rest of the first answer
+    after = requests.get(f"{guarded.url}/metrics", headers=AUTHORISED, timeout=10).text
+    accepted = [next(line for line in text.splitlines() if line.startswith("atropos_groups_accepted_total")) for text in (before, after)]
+    assert accepted[0] == accepted[1]
+
+
+@pytest.mark.parametrize("lengths", [b"content-length: 5\r\ncontent-length: 6", b"content-length: 5\r\ntransfer-encoding: chunked", b"content-length: -1"])
+def test_contradictory_lengths_are_refused(guarded: ApiProcess, lengths: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", guarded.port)) as sock:
+        sock.settimeout(5)
+        sock.sendall(b"POST /scored_data HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\n%s\r\n\r\n12345" % (SECRET.encode(), lengths))
+        assert b" 400 " in sock.recv(4096)
 
 
 def test_the_server_lives_on_and_logs_no_secret(guarded: ApiProcess) -> None:
