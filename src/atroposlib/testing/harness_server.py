@@ -110,7 +110,8 @@ class HarnessServer:
 
         self._thread = threading.Thread(target=serve, daemon=True, name="harness-server")
         self._thread.start()
-        ready.wait(10)
+        if not ready.wait(60):
+            raise TimeoutError("the loopback inference server did not start within 60 s")
         if problem:
             raise problem[0]
         return self

@@ -49,20 +49,34 @@ logger = logging.getLogger(__name__)
 
 # Fields of chat requests that say nothing to a server that continues ids.
 CHAT_ONLY_FIELDS = frozenset(
-    {
+    # fmt: off
+    [
+        "audio",
+        "cache_salt",
+        "function_call",
+        "functions",
         "logprobs",
-        "top_logprobs",
+        "metadata",
+        "modalities",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "response_format",
+        "return_token_ids",
+        "safety_identifier",
+        "service_tier",
+        "skip_reasoning",
+        "store",
         "stream",
         "stream_options",
-        "parallel_tool_calls",
-        "response_format",
+        "top_logprobs",
         "user",
-        "store",
-        "metadata",
-        "reasoning_effort",
-        "skip_reasoning",
-        "service_tier",
-    }
+        "verbosity",
+        "web_search_options",
+    ]
+    # fmt: on
 )
 MAX_MOVES = 3
 _templates_warned_about: set[str] = set()
@@ -138,6 +152,10 @@ class ManagedServer:
         if tools and translator is None:
             _warn_once("tools", "tools were given but no tool parser is set: they are not shown to the model")
         tools = tools if translator is not None else None
+        if kwargs.get("response_format"):
+            _warn_once(
+                "response_format", "response_format does not reach token calls: replies are not constrained by it"
+            )
         prompt = self._convert_messages_to_prompt(messages, tools=tools, template_kwargs=template_kwargs)
         keys = conversation_keys(messages, tools)
         prefix = self._conversation_prefix(messages, keys, prompt, tools, template_kwargs)

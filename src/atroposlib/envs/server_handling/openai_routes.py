@@ -166,9 +166,9 @@ def split_request(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str
     headers = dict(fields.pop("extra_headers", None) or {})
     fields.pop("extra_query", None)
     timeout_s = fields.pop("timeout", None)
-    body = {key: value for key, value in {**fields, **extra_body}.items() if not _is_not_given(value)}
+    body = {key: value for key, value in {**fields, **extra_body}.items() if not _is_absent(value)}
     return body, headers, timeout_s if isinstance(timeout_s, int | float) else None
 
 
-def _is_not_given(value: Any) -> bool:
-    return type(value).__name__ in {"NotGiven", "Omit"}
+def _is_absent(value: Any) -> bool:
+    return value is None or type(value).__name__ in {"NotGiven", "Omit"}

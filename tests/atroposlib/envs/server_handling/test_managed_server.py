@@ -393,6 +393,20 @@ async def test_a_template_that_drops_thinking_branches_and_says_so_once(
     assert caplog.text.count("rewrites earlier turns") == 1
 
 
+async def test_a_generation_prompt_that_history_does_not_show_branches(server: IdServer) -> None:
+    server.tokenizer.chat_template = QWEN3_LIKE.replace(
+        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think></think>{% endif %}"
+    )
+    managed = ManagedServer(server)
+    server.replies = ["one", "two"]
+    await managed.chat_completion(messages=[_user("a")])
+    await managed.chat_completion(messages=[_user("a"), _assistant("one"), _user("b")])
+    nodes = managed.get_state()["nodes"]
+    assert [server.tokenizer.decode(_trained(node)) for node in nodes] == ["one<|im_end|>", "two<|im_end|>"]
+    assert [node.tokens[: len(sent)] for node, sent in zip(nodes, server.sent, strict=True)] == server.sent
+    assert "assistant\none<|im_end|>" in server.tokenizer.decode(server.sent[1])
+
+
 async def test_preserve_think_blocks_restores_separate_reasoning(server: IdServer) -> None:
     server.tokenizer.chat_template = QWEN3_LIKE
     message = {"role": "assistant", "content": "one", "reasoning_content": "why"}
@@ -419,12 +433,20 @@ async def test_the_reply_is_an_openai_object(server: IdServer) -> None:
     from openai.types.chat.chat_completion import ChatCompletion
 
     server.replies, server.reason = ["abc", "de"], {"type": "stop", "matched": 2}
-    reply = await ManagedServer(server).chat_completion(messages=[_user("q")], n=2, logprobs=True, stream=False)
+    reply = await ManagedServer(server).chat_completion(
+        messages=[_user("q")],
+        n=2,
+        logprobs=True,
+        stream=False,
+        response_format={"type": "json_object"},
+        logit_bias={5: 1},
+    )
     assert isinstance(reply, ChatCompletion)
     assert [choice.finish_reason for choice in reply.choices] == ["stop", "stop"]
     assert reply.usage is not None
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(server.sent[0]), 7)
-    assert not {"logprobs", "stream"} & set(server.kwargs[0])
+    assert not {"logprobs", "stream", "response_format"} & set(server.kwargs[0])
+    assert server.kwargs[0]["logit_bias"] == {5: 1}
 
 
 async def test_get_logprobs(server: IdServer) -> None:

@@ -116,6 +116,7 @@ async def test_openai_client_options_reach_the_request(harness: HarnessServer) -
         extra_headers={"X-Trace": "7"},
         timeout=30,
         seed=NOT_GIVEN,
+        stop=None,
         tools=[{"type": "function", "function": {"name": "f"}}],
     )
     body = harness.bodies("/v1/chat/completions")[0]
