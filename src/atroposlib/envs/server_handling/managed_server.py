@@ -48,36 +48,14 @@ __all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "Seque
 logger = logging.getLogger(__name__)
 
 # Fields of chat requests that say nothing to a server that continues ids.
-CHAT_ONLY_FIELDS = frozenset(
-    # fmt: off
-    [
-        "audio",
-        "cache_salt",
-        "function_call",
-        "functions",
-        "logprobs",
-        "metadata",
-        "modalities",
-        "parallel_tool_calls",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "reasoning_effort",
-        "response_format",
-        "return_token_ids",
-        "safety_identifier",
-        "service_tier",
-        "skip_reasoning",
-        "store",
-        "stream",
-        "stream_options",
-        "top_logprobs",
-        "user",
-        "verbosity",
-        "web_search_options",
-    ]
-    # fmt: on
-)
+# fmt: off
+CHAT_ONLY_FIELDS = frozenset({
+    "audio", "cache_salt", "function_call", "functions", "logprobs", "metadata", "modalities", "parallel_tool_calls",
+    "prediction", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "response_format", "return_token_ids",
+    "safety_identifier", "service_tier", "skip_reasoning", "store", "stream", "stream_options", "top_logprobs", "user",
+    "verbosity", "web_search_options",
+})
+# fmt: on
 MAX_MOVES = 3
 _templates_warned_about: set[str] = set()
 
