@@ -41,6 +41,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-body-mb", type=float, default=512, help="largest request body (default: %(default)s)")
     p.add_argument("--env-timeout", type=float, default=60.0, help="seconds of silence after which an environment stops counting")
     p.add_argument("--cors-origin", action="append", default=[], metavar="URL", help="let pages from this origin call the server")
+    p.add_argument(
+        "--compress",
+        choices=["auto", "always", "never"],
+        default="auto",
+        help="compress batches for clients that accept it (default: %(default)s, those on other machines)",
+    )
     p.add_argument("--no-live-page", action="store_true", help="keep no run log and serve no page under /live")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     p.add_argument("--reload", action="store_true", help="accepted for old command lines; has no effect")
@@ -74,6 +80,7 @@ def serve(options: argparse.Namespace) -> int:
         max_body_bytes=int(options.max_body_mb * 2**20),
         env_timeout_s=options.env_timeout,
         cors_origins=options.cors_origin,
+        compress={"auto": None, "always": True, "never": False}[options.compress],
     )
     sock = _listen(options.host, options.port)
     host, port = sock.getsockname()[:2]

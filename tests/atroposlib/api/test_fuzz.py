@@ -60,7 +60,7 @@ REGISTRATION = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("fuzz")
-    with ServerProcess(folder, "--data-dir", str(folder / "data")) as process:
+    with ServerProcess(folder, "--data-dir", str(folder / "data"), "--durability", "none") as process:
         assert process.call("POST", "/register", REGISTRATION).status == 200
         process.call("GET", "/batch")
         env = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 2}
