@@ -38,6 +38,11 @@ TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[An
 can_fail_over: ContextVar[bool] = ContextVar("atropos_can_fail_over", default=False)
 
 
+def is_busy(error: BaseException) -> bool:
+    """Whether the server only asks to come back later (429): that is no failure, so it is not counted as one."""
+    return getattr(error, "status", None) == 429 or getattr(error, "status_code", None) == 429
+
+
 @dataclass(kw_only=True, slots=True)
 class HeldSlot:
     """A training slot kept for the code inside ``ServerManager.dedicated_server``."""
@@ -257,7 +262,7 @@ class APIServer(ABC):
         kwargs["model"] = self.config.model_name
         is_train = kwargs.pop("split", "train") == "train"
         self.start_watching(chat)
-        started, attempts = time.monotonic(), 0
+        started, attempts, failures = time.monotonic(), 0, 0
         try:
             while True:
                 await self._wait_until_healthy()
@@ -268,8 +273,10 @@ class APIServer(ABC):
                         self._last_contact = time.monotonic()
                         return reply
                     except Exception as error:  # boundary: whatever the backend raised is retried or passed on
+                        failures += not is_busy(error)
                         self._note_failure(error)
-                        if attempts >= self.MAX_ATTEMPTS or not is_retryable(error):
+                        out_of_time = time.monotonic() - started > self.config.server_wait_s
+                        if failures >= self.MAX_ATTEMPTS or not is_retryable(error) or (is_busy(error) and out_of_time):
                             raise
                         failure = error
                 logger.debug("attempt %d at %s failed: %s", attempts, self.label, failure)
@@ -302,7 +309,7 @@ class APIServer(ABC):
         refused = isinstance(error, InferenceUnavailableError | ConnectionRefusedError)
         if refused:
             self._mark_down(reason)
-        elif is_retryable(error):
+        elif is_retryable(error) and not is_busy(error):
             self.last_failure, self._last_contact = reason, 0.0
             self.health_changed.notify_all()  # look now: the server may be dying
 

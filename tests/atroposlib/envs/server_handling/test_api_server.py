@@ -123,11 +123,15 @@ async def test_a_4xx_is_not_retried(harness: HarnessServer, status: int) -> None
 
 
 @pytest.mark.usefixtures("quick_retries")
-async def test_too_many_requests_is_retried(harness: HarnessServer) -> None:
-    harness.fail_next(1, status=429)
-    server = OpenAIServer(_config(harness))
+async def test_a_busy_server_is_asked_again_for_as_long_as_one_that_is_down(harness: HarnessServer) -> None:
+    harness.fail_next(7, status=429)
+    server = OpenAIServer(_config(harness, health_check=False))
     await server.chat_completion(messages=MESSAGES)
-    assert len(harness.requests) == 2
+    assert len(harness.requests) == 8
+    harness.fail_next(1000, status=429, body="slow down")
+    server.config.server_wait_s = 0.1
+    with pytest.raises(InferenceServerError, match="429: slow down"):
+        await server.chat_completion(messages=MESSAGES)
 
 
 async def test_the_wait_a_server_asks_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
