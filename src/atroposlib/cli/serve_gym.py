@@ -15,10 +15,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from atroposlib.cli.serve_verifiers import split_command
+from atroposlib.cli.serve_verifiers import explain, split_command
 from atroposlib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from atroposlib.envs.base import BaseEnv
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -39,7 +42,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--actions", default="", help="names of the discrete actions 0, 1, 2, ..., separated by commas")
     parser.add_argument("--instructions", help="what the model is told first")
     own, rest = split_command(argv)
+    explain(parser, own, _env_class)
     return parser.parse_args(own), rest
+
+
+def _env_class() -> type[BaseEnv]:
+    from atroposlib.envs.gym_env import GymEnv
+
+    return GymEnv
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:

@@ -14,11 +14,14 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atroposlib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from atroposlib.envs.base import BaseEnv
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -52,7 +55,23 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--harness", help="harness to use instead of its own")
     own, rest = split_command(argv)
+    explain(parser, own, _env_class)
     return parser.parse_args(own), rest
+
+
+def explain(parser: argparse.ArgumentParser, argv: Sequence[str], env_cls: Callable[[], type[BaseEnv]]) -> None:
+    """With ``--help`` among our own words: show our options, then every flag of the environment, and end."""
+    if any(word in ("-h", "--help") for word in argv):
+        from atroposlib.envs.env_help import command_help
+
+        print(f"{parser.format_help()}\n{command_help(env_cls(), 'serve')}")
+        raise SystemExit(0)
+
+
+def _env_class() -> type[BaseEnv]:
+    from atroposlib.envs.verifiers_env import VerifiersEnv
+
+    return VerifiersEnv
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:

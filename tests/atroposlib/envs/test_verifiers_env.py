@@ -215,6 +215,7 @@ def test_command_line() -> None:
             settings_of(type(options)(**{**vars(options), **wrong}))
 
 
+@pytest.mark.slow  # the short form is test_served_to_a_trainer
 def test_process_command_writes_groups(
     tiny_tokenizer: Any, stand_in: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
