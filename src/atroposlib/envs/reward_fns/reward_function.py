@@ -28,14 +28,18 @@ class RewardFunction(ABC):
                 return [1.0 / (1 + len(self.get_content(one))) for one in completions]
     """
 
+    # Defaults on the class: subclasses exist that never call this constructor.
+    weight: float = 1.0
+    num_failures: int = 0
+    """Completions so far whose reward could not be computed."""
+    wandb_logger: Any = None
+    _name: str | None = None
+    _kinds_logged: frozenset[str] = frozenset()
+
     def __init__(self, weight: float = 1.0, name: str | None = None, **kwargs: Any) -> None:
         self.weight = weight
         self.config: dict[str, Any] = kwargs
-        self.num_failures = 0
-        """Completions so far whose reward could not be computed."""
-        self.wandb_logger: Any = None
         self._name = name
-        self._kinds_logged: set[str] = set()
 
     @property
     def name(self) -> str:
@@ -100,7 +104,7 @@ class RewardFunction(ABC):
         self.num_failures += 1
         kind = f"{type(error).__name__}: {error}"[:200]
         if kind not in self._kinds_logged:
-            self._kinds_logged.add(kind)
+            self._kinds_logged |= {kind}
             logger.error("reward %r failed for completion %d; it gets no reward", self.name, index, exc_info=error)
 
     def set_wandb_logger(self, wandb_logger: Any) -> None:

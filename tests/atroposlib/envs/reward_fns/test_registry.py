@@ -106,3 +106,16 @@ def test_combined_refuses_nonsense() -> None:
         CombinedReward(["format"], normalization="softmax")
     with pytest.raises(ValueError, match="at least one"):
         CombinedReward([])
+
+
+def test_subclasses_need_not_call_the_constructor() -> None:
+    class Preset(CombinedReward):
+        def __init__(self) -> None:
+            self.normalization = "sum"
+            self.reward_functions = [constant(1.0, 0.6), constant(0.5, 0.4)]
+            self.weight = 2.0
+
+    reward = Preset()
+    assert reward(["x"]) == [pytest.approx(1.6)]
+    assert reward.name.startswith("combined(")
+    assert reward.num_failures == 0
