@@ -149,3 +149,30 @@ def test_two_processes_equal_one(accumulation: int, launch: Any, tmp_path: Path)
         torch.testing.assert_close(
             second[name], value, rtol=0, atol=3e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+@pytest.mark.parametrize("accumulation", [1])
+def test_sharded_over_two_processes_equals_one(accumulation: int, launch: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "optim": "sgd",
+        "learning_rate": 0.5,
+        "max_grad_norm": 0.0,
+        "max_steps": 2,
+        "gradient_accumulation_steps": accumulation,
+    }
+    sharding = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    }
+    succeeded(launch("one", here=True, **options))
+    succeeded(launch("sharded", processes=2, environment=sharding, **options))
+    first, second = weights(tmp_path, "one"), weights(tmp_path, "sharded")
+    for name, value in first.items():
+        torch.testing.assert_close(
+            second[name], value, rtol=0, atol=3e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from atlaslib.errors import ConfigError, UnsupportedModelError
 from atlaslib.generation.protocol import Sampler
+from atlaslib.generation.replica import ReplicaSampler, whole_copy
 
 if TYPE_CHECKING:
     from atlaslib.trainers.grpo import GRPOTrainer
@@ -25,6 +26,13 @@ class SamplerHost:
         self._engine: Any = None
         self._thread: Any = None
         self._server: Any = None
+        self._replica = whole_copy(trainer.model) if self._needs_replica() else None
+
+    def _needs_replica(self) -> bool:
+        """A sharded policy is sampled from a whole copy, made before it is sharded."""
+        trainer = self._trainer
+        wanted = trainer.config.sampler_kind == "engine"
+        return wanted and (trainer.is_fsdp_enabled or (is_zero3(trainer) and trainer.config.ds3_gather_for_generation))
 
     @property
     def policy_server_url(self) -> str | None:
@@ -70,7 +78,7 @@ class SamplerHost:
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
         """The optimizer writes weights inside this block."""
-        if self._engine is None:
+        if self._engine is None or self._replica is not None:
             yield
             return
         with self._engine.updating():
@@ -79,7 +87,7 @@ class SamplerHost:
     @contextlib.contextmanager
     def exclusive_forward(self) -> Iterator[None]:
         """No engine step runs beside the trainer's forward pass: both use the same module."""
-        if self._thread is None:
+        if self._thread is None or self._replica is not None:
             yield
             return
         with self._engine.exclusive():
@@ -108,6 +116,8 @@ class SamplerHost:
         if self._sampler is not None:
             return
         kind = self._trainer.config.sampler_kind
+        if kind == "engine" and is_zero3(self._trainer) and self._replica is None:
+            kind = "transformers"  # ds3_gather_for_generation=False: generate on the shards, all processes in step
         if kind == "engine":
             try:
                 self._sampler = self._engine_sampler()
@@ -130,10 +140,12 @@ class SamplerHost:
             else "drain",
             **(trainer.config.engine_kwargs or {}),
         }
-        self._engine = Engine(
-            trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class, EngineConfig(**settings)
-        )
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        model = policy if self._replica is None else self._replica.to(trainer.accelerator.device)
+        self._engine = Engine(model, trainer.processing_class, EngineConfig(**settings))
         self._engine.version = trainer.policy_version
+        if self._replica is not None:
+            return ReplicaSampler(self._engine, self._replica, policy)
         return EngineSampler(self._engine)
 
     def _start_thread(self) -> None:
@@ -157,6 +169,12 @@ class SamplerHost:
             port=config.policy_server_port,
         )
         logger.info("the policy is served at %s", self._server.url)
+
+
+def is_zero3(trainer: GRPOTrainer) -> bool:
+    """DeepSpeed with sharded parameters."""
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    return plugin is not None and plugin.zero_stage == 3
 
 
 def _transformers_sampler(trainer: GRPOTrainer) -> Sampler:
