@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rollout_process import ServerProcess
+from rollout_process import ForkedServer
 
 BATCH = 8
 REGISTRATION = {
@@ -62,7 +62,7 @@ class Wire:
 class Run:
     """What the clients saw, and the threads that saw it."""
 
-    def __init__(self, server: ServerProcess) -> None:
+    def __init__(self, server: ForkedServer) -> None:
         self.server = server
         self.stop_posting = threading.Event()
         self.give_up = threading.Event()
@@ -122,7 +122,7 @@ class Run:
 
 def start_run(folder: Path, sizes: tuple[int, ...]) -> Run:
     """A server on a fixed port with a data folder, a registered trainer, and one environment per group size."""
-    server = ServerProcess(folder, "--data-dir", str(folder / "data")).start()
+    server = ForkedServer(folder, "--data-dir", str(folder / "data")).start()
     wire = Wire(server.port, threading.Event())
     wire.ask("POST", "/register", REGISTRATION)
     assert wire.ask("GET", "/batch?client=ours")["batch"] is None
@@ -141,7 +141,7 @@ def kill_again_and_again(run: Run, kills: int, seed: int) -> None:
         run.server.kill()
         run.server.start(wait=False)
         if rng.random() < 0.15:  # also while it starts and reads its journal
-            time.sleep(rng.uniform(0.0, 0.6))
+            time.sleep(rng.uniform(0.0, 0.1))
             run.server.kill()
             run.server.start(wait=False)
         run.server.wait_until_up()
@@ -206,7 +206,7 @@ def run_with_kills(folder: Path, kills: int, seed: int) -> Run:
     finally:
         run.give_up.set()
         run.stop_posting.set()
-        run.server.kill()
+        run.server.close()
     return run
 
 
@@ -251,14 +251,14 @@ def test_a_kill_between_post_and_batch_changes_nothing_a_client_can_see(tmp_path
         again = {"max_token_length": 64, "desired_name": "new", "weight": 1.0, "group_size": 2}
         assert server.call("POST", "/register-env", again).json()["env_id"] == 2
     finally:
-        server.kill()
+        server.close()
 
 
 def test_live_clients_carry_on_over_restarts(tmp_path: Path) -> None:
     """`EnvClient` and `TrainerClient` are never told that the server died five times."""
     from atroposlib.api.client import EnvClient, TrainerClient
 
-    server = ServerProcess(tmp_path, "--data-dir", str(tmp_path / "data")).start()
+    server = ForkedServer(tmp_path, "--data-dir", str(tmp_path / "data")).start()
     received: list[list[list[int]]] = []
     seqs: list[int] = []
     wanted = 40
@@ -305,7 +305,7 @@ def test_live_clients_carry_on_over_restarts(tmp_path: Path) -> None:
     try:
         asyncio.run(everything())
     finally:
-        server.kill()
+        server.close()
     assert seqs == list(range(seqs[0], seqs[0] + wanted))
     delivered = [tuple(group) for batch in received for group in batch]
     assert sorted(delivered) == [(env_id, number) for env_id in (0, 1) for number in range(wanted)]
