@@ -362,3 +362,18 @@ def test_real_verifiers_served_to_a_trainer(
     python = real(version, sample)["verifiers_python"]
     groups = serve_and_train(tiny_tokenizer, [sample, "--python", python], tmp_path / "log", num_batches=5)
     check_served(groups, tiny_tokenizer)
+
+
+@pytest.mark.slow
+async def test_real_program_of_the_null_harness(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's own chat program, started by uv in a process per rollout; uv fetches what the program needs."""
+    settings = real("0.4", "sample-taskset") | {"verifiers_harness": "null"}
+    folder = Path(settings["verifiers_python"]).parent
+    if "ATROPOS_TEST_UV" not in os.environ or not (folder / "uv").exists():
+        pytest.skip("set ATROPOS_TEST_UV=1 where uv is installed beside verifiers and a package index can be reached")
+    monkeypatch.setenv("PYTHONPATH", str(SAMPLES))
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    async with running(tiny_tokenizer, counting(), **settings) as (env, _):
+        group, _ = await env.collect_trajectories(5)
+    assert [codes(tiny_tokenizer, masks) for masks in group["masks"]] == [[int(score)] for score in group["scores"]]
+    assert len(set(group["scores"])) == 4
