@@ -30,6 +30,7 @@ class RecordingClient:
         self.forgets = 0
         self.refuse: int | None = None
         self.disconnected = False
+        self.num_statuses = 0
 
     async def register(self, **settings: Any) -> dict[str, Any]:
         self.registrations.append(settings)
@@ -51,6 +52,7 @@ class RecordingClient:
 
     async def status(self) -> dict[str, Any]:
         await asyncio.sleep(0)
+        self.num_statuses += 1
         if self.unreachable > 0:
             self.unreachable -= 1
             raise RolloutServerUnavailableError("connection refused")
@@ -74,9 +76,7 @@ class RecordingClient:
 
     async def submit(self, groups: Any) -> dict[str, Any]:
         batch = groups if isinstance(groups, list) else [groups]
-        if self.refuse is not None and any(
-            group.get("bad") or (self.refuse == 422 and len(batch) == 0) for group in batch
-        ):
+        if self.refuse is not None and any(group.get("bad") for group in batch):
             raise RolloutRejectedError("refused", status=self.refuse, detail="masks have another length than tokens")
         self.submissions.append(groups)
         self.groups.extend(batch)
@@ -148,6 +148,18 @@ def make_env(
     if client is not None:
         env._rollout_client = client
     return env
+
+
+async def some_rounds(client: RecordingClient, count: int = 5) -> None:
+    """Let the loop look at the rollout server ``count`` more times."""
+    target = client.num_statuses + count
+    await wait_until(lambda: client.num_statuses >= target)
+
+
+async def some_groups(client: RecordingClient, count: int) -> None:
+    """Let ``count`` more groups arrive."""
+    target = len(client.groups) + count
+    await wait_until(lambda: len(client.groups) >= target)
 
 
 async def wait_until(condition: Any, timeout_s: float = 10.0) -> None:

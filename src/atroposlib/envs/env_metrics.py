@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import random
 import string
 import time
@@ -163,6 +164,14 @@ def is_wandb_installed() -> bool:
     return True
 
 
+def _is_wandb_set_up(wandb: Any) -> bool:
+    """False when ``wandb.init`` would stop to ask for a key."""
+    if os.environ.get("WANDB_MODE", "online") != "online":
+        return True
+    api = getattr(wandb, "api", None)
+    return api is None or bool(api.api_key)
+
+
 def start_wandb(**settings: Any) -> bool:
     """``wandb.init(**settings)``; False, with one warning, when wandb is absent or not set up."""
     if not is_wandb_installed():
@@ -170,6 +179,8 @@ def start_wandb(**settings: Any) -> bool:
     import wandb
 
     try:
+        if not _is_wandb_set_up(wandb):
+            raise ConnectionError("no API key")
         wandb.init(**settings)
     except Exception as error:  # wandb raises many kinds (no key, no network, bad mode); none may stop an environment
         hint = "set WANDB_API_KEY, WANDB_MODE=offline or use_wandb=False"

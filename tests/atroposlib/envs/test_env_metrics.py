@@ -111,6 +111,23 @@ def test_wandb_that_cannot_start_is_one_warning(monkeypatch: pytest.MonkeyPatch,
     assert "api key not configured" in caplog.text
 
 
+def test_wandb_without_a_key_is_not_asked_to_start(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    import sys
+
+    class Keyless:
+        class api:  # noqa: N801 - as wandb calls it
+            api_key = None
+
+        @staticmethod
+        def init(**_: Any) -> None:
+            raise AssertionError("would have asked for a key")
+
+    monkeypatch.setitem(sys.modules, "wandb", Keyless)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert env_metrics.start_wandb(name="x") is False
+    assert "no API key" in caplog.text
+
+
 def test_run_name_has_prefix_date_and_letters():
     assert env_metrics.run_name(None) is None
     parts = (env_metrics.run_name("math") or "").split("-")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.simple_env import NumbersEnv, RecordingClient, make_env, wait_until
+from tests.simple_env import NumbersEnv, RecordingClient, make_env, some_groups, some_rounds, wait_until
 
 from atroposlib.envs import env_runner
 from atroposlib.envs.server_handling.policy_versions import note_policy_versions
@@ -203,7 +203,7 @@ async def test_stop_train_returns_items_and_starts_none_until_the_end(tiny_token
         client.step = 1
         await wait_until(lambda: env.running == 0)
         assert env.backlog == [0, 1, 2, 3]
-        await asyncio.sleep(0.05)
+        await some_rounds(client)
         assert env.workers == set()
         env.rollout_s = 0.0
         env.gate.set()
@@ -228,9 +228,9 @@ async def test_limit_train_lets_running_groups_finish_and_halves_new_ones(tiny_t
         await wait_until(lambda: len(env.workers) == 4)
         client.step = 1
         await wait_until(lambda: env.curr_step == 1)
-        await asyncio.sleep(0.1)
+        await wait_until(lambda: len(env.workers) <= 2)
         env.most_running = 0
-        await asyncio.sleep(0.2)
+        await some_groups(client, 6)
         assert env.most_running == 4  # two groups of two
         assert env.statistics.num_worker_cancellations == 0
         env.gate.set()
@@ -245,7 +245,7 @@ async def test_a_full_queue_stops_new_groups_but_cancels_none(tiny_tokenizer_dir
         await wait_until(lambda: len(env.workers) == 4)
         client.queue_size = 100
         await wait_until(lambda: len(client.groups) == 4)
-        await asyncio.sleep(0.1)
+        await some_rounds(client)
         assert len(client.groups) == 4
         assert env.workers == set()
         assert env.backlog == []
@@ -361,7 +361,7 @@ async def test_overdue_groups_are_tried_once_more(tiny_tokenizer_dir: Path, capl
     env = make_env(tiny_tokenizer_dir, client, Stuck, worker_timeout=0.05)
     async with serving(env):
         await wait_until(lambda: env.statistics.num_timeouts == 2)
-        await asyncio.sleep(0.1)
+        await some_rounds(client)
     assert len(env.tries) == 2
     assert env.backlog == []
     assert "given up" in caplog.text
