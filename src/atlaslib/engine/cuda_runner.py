@@ -29,7 +29,8 @@ from atlaslib.engine.sequence import SlotTable
 logger = logging.getLogger(__name__)
 ToDevice = Callable[[np.ndarray[Any, Any]], Tensor]
 INFO_WIDTH = 8
-_RING = 4
+_RING = 4  # pinned buffers in turn: a step is waited for before the next but one is launched
+_MAX_UPDATES = 4096
 
 
 class CudaRunner(ModelRunner):
@@ -48,6 +49,7 @@ class CudaRunner(ModelRunner):
         self.out = torch.zeros(3, slots, dtype=torch.int32, device=self.device)
         self._info_ring = [torch.zeros(slots, INFO_WIDTH, dtype=torch.int64).pin_memory() for _ in range(_RING)]
         self._out_ring = [torch.zeros(3, slots, dtype=torch.int32).pin_memory() for _ in range(_RING)]
+        self._update_ring = [torch.zeros(_MAX_UPDATES, 2, dtype=torch.int64).pin_memory() for _ in range(_RING)]
         self._turn = 0
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._weights: tuple[int, ...] = ()
@@ -180,7 +182,13 @@ class CudaRunner(ModelRunner):
             return
         index = np.concatenate([np.arange(slot * width + start, slot * width + end) for slot, start, end in spans])
         values = np.concatenate([table.block_tables[slot, start:end] for slot, start, end in spans])
-        both = self.to_device(np.stack([index, values.astype(np.int64)]))
+        count = len(index)
+        if count > _MAX_UPDATES:
+            both = self.to_device(np.stack([index, values.astype(np.int64)]))
+        else:
+            pinned = self._update_ring[self._turn]
+            pinned.numpy()[:count] = np.stack([index, values], axis=1)
+            both = pinned[:count].to(self.device, non_blocking=True).t()
         self.tables.view(-1).index_copy_(0, both[0], both[1].int())
 
     def _fetch(self, batch: int) -> StepResult:

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 SAMPLE_CHUNK = 4096
-DECODE_TUNING = [(64, 2, 3), (64, 4, 3), (32, 4, 2)]  # (keys per tile, warps, stages) for head sizes to 64, 128, 256
+DECODE_TUNING = [(64, 2, 3), (32, 2, 3), (32, 4, 2)]  # (keys per tile, warps, stages) for head sizes to 64, 128, 256
 FEW_ROWS = (32, 1, 2)  # head sizes to 64, when there are fewer than 1024 rows of work
 
 

@@ -196,10 +196,15 @@ class Scheduler:
         """One token of every running sample; preempts the youngest while blocks are missing."""
         self._decoded_last = True
         self._give_blocks()
+        slots = self._unfinished()
+        return self.plan_of(slots) if len(slots) else None
+
+    def _unfinished(self) -> np.ndarray[Any, Any]:
+        """Slots of running samples whose last token is not already on its way."""
         if self._slots is None:
             self._slots = np.array([seq.slot for seq in self.running], dtype=np.int64)
-        slots = self._slots[self.table.generated[self._slots] < self.table.max_new[self._slots]]
-        return self.plan_of(slots) if len(slots) else None
+        unfinished: np.ndarray[Any, Any] = self._slots[self.table.generated[self._slots] < self.table.max_new[self._slots]]
+        return unfinished
 
     def plan_of(self, slots: np.ndarray[Any, Any]) -> DecodePlan:
         table = self.table
@@ -211,23 +216,17 @@ class Scheduler:
         return self.blocks.num_free < len(self.running)
 
     def _give_blocks(self) -> None:
-        size = self.blocks.block_size
-        length = self.table.length
-        if self._slots is not None:  # the usual case: only the few at a block boundary
-            due = [self.running[i] for i in np.flatnonzero((length[self._slots] - 1) % size == 0)]
-        else:
-            due = list(self.running)
-        for seq in due:
-            if seq.slot < 0 or self.table.generated[seq.slot] >= self.table.max_new[seq.slot]:
-                continue  # preempted for an older one, or its last token is on the way
-            position = int(length[seq.slot]) - 1
-            if position // size < len(seq.blocks):
-                continue
+        """A block for every sample whose next position lies beyond the ones it has."""
+        table = self.table
+        slots = self._unfinished()
+        due = slots[(table.length[slots] - 1) // self.blocks.block_size >= table.num_blocks[slots]]
+        for seq in [table.sequences[slot] for slot in due]:
+            assert seq is not None
             while not self.blocks.num_free and seq.slot >= 0:
                 self.preempt(self.running[-1])
-            if seq.slot >= 0:
+            if seq.slot >= 0:  # not preempted for an older one
                 seq.blocks.append(self.blocks.allocate())
-                self.table.set_blocks(seq.slot, len(seq.blocks) - 1, seq.blocks[-1:])
+                table.set_blocks(seq.slot, len(seq.blocks) - 1, seq.blocks[-1:])
 
     def launched(self, slots: np.ndarray[Any, Any]) -> None:
         """One more token of these slots is on its way."""

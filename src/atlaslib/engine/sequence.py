@@ -111,6 +111,7 @@ class SlotTable:
         self.free = list(range(num_slots - 1, -1, -1))
         self.sequences: list[Sequence | None] = [None] * num_slots
         self.block_tables = np.zeros((num_slots, max_blocks), dtype=np.int32)
+        self.num_blocks = np.zeros(num_slots, dtype=np.int64)  # valid entries of each row of block_tables
         self.length = np.zeros(num_slots, dtype=np.int64)  # tokens known: prompt + reply, launched ones included
         self.generated = np.zeros(num_slots, dtype=np.int64)  # reply tokens, launched ones included
         self.max_new = np.zeros(num_slots, dtype=np.int64)
@@ -163,6 +164,7 @@ class SlotTable:
 
     def set_blocks(self, slot: int, start: int, blocks: list[int]) -> None:
         self.block_tables[slot, start : start + len(blocks)] = blocks
+        self.num_blocks[slot] = start + len(blocks)
         self.changed.append((slot, start, start + len(blocks)))
 
     def save(self, seq: Sequence) -> None:
