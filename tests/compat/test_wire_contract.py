@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -568,6 +570,39 @@ def test_additions_are_absent_unless_sent(started: ServerProcess) -> None:
     assert groups[0]["policy_versions"] == [[3], [3, 4], [4], []]
     assert groups[0]["reward_components"] == {"format": [1.0] * 4}
     assert sorted(groups[1]) == sorted(FIELDS)
+
+
+def give_up_reading(server: ServerProcess, read: int) -> None:
+    """A trainer whose read times out: it asks for a batch, reads so many bytes of the reply and closes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+        sock.sendall(b"GET /batch HTTP/1.1\r\nHost: x\r\n\r\n")
+        while read > 0:
+            read -= len(sock.recv(min(read, 65536)))
+
+
+@pytest.mark.parametrize(("length", "read"), [(100_000, 1000), (100_000, 2_000_000), (3, 10)])
+def test_a_batch_whose_reply_was_not_read_is_delivered_again(started: ServerProcess, length: int, read: int) -> None:
+    for first in range(1, 5):
+        post(started, group(first=10 * first, length=length))
+    give_up_reading(started, read)
+    deadline = time.monotonic() + 5
+    while started.call("GET", "/status").json()["queue_size"] != 4:
+        assert time.monotonic() < deadline, "the server did not notice that the client closed without reading"
+    assert first_tokens(batch_of(started)) == [10, 20]
+    assert first_tokens(batch_of(started)) == [30, 40]
+    assert batch_of(started) is None
+
+
+@pytest.mark.parametrize("length", [3, 20_000])
+def test_a_batch_that_was_read_to_the_end_is_not_delivered_again(started: ServerProcess, length: int) -> None:
+    """Also when the client closes its connection at once, or asked the server to."""
+    for first in range(1, 13):
+        post(started, group(first=10 * first, length=length))
+    seen = []
+    for turn in range(6):
+        reply = started.call("GET", "/batch", headers={"Connection": "close"} if turn % 2 else {})
+        seen += first_tokens(reply.json()["batch"]) or []
+    assert seen == [10 * first for first in range(1, 13)]
 
 
 # ---- additions of ours ------------------------------------------------------------------------------------------------------

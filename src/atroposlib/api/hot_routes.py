@@ -205,8 +205,8 @@ class HotRoutes:
                 self.service.undelivered(delivery)
         if not arrived:
             return 499
+        self._watch(scope, delivery)  # before anything else can happen on the connection
         await self.service.delivered(delivery)
-        self._watch(scope, delivery)
         return 200
 
     def _watch(self, scope: Scope, delivery: Delivery) -> None:
