@@ -3,7 +3,7 @@
     setup -> setup_wandb -> register_env -> get_server_info -> loop:
         get_status        what the trainer and the queue are doing
         env_step_checks   evaluation, checkpoint, logging at step boundaries
-        stop?             the trainer has all it needs
+        stop?             the trainer took its last batch
         add_train_workers start groups while the budget (worker_budget.py) allows
         overdue           groups older than worker_timeout are cancelled, their item is tried once more
 
@@ -30,7 +30,7 @@ from atroposlib.envs.worker_budget import (
     allowed_workers,
     crosses_boundary,
     eval_cap,
-    is_finished,
+    is_enough,
 )
 from atroposlib.errors import AtroposError, ConfigError, RolloutRejectedError
 
@@ -84,6 +84,7 @@ class EnvRunner:
         try:
             while await self._turn():
                 await self._pause()
+            await self._finish_evaluation()
         finally:
             reporter.cancel()
             await self._finish()
@@ -94,7 +95,7 @@ class EnvRunner:
         watch = Stopwatch()
         await self._refresh_status()
         await env.env_step_checks()
-        if self._is_finished():
+        if self.status().current_step >= env.config.total_steps:
             return False
         if self._may_start():
             await env.add_train_workers()
@@ -105,10 +106,19 @@ class EnvRunner:
 
     async def _pause(self) -> None:
         """Sleep until a group ends, at most until the next look at the rollout server."""
-        self.wake.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(STATUS_INTERVAL_S):
                 await self.wake.wait()
+        self.wake.clear()
+
+    async def _finish_evaluation(self) -> None:
+        """The evaluation of the last step is completed and logged before the environment leaves."""
+        self.workers.cancel_running()
+        if self._eval_is_due and not self.is_evaluating():
+            self.start_evaluation()
+        if self.env.eval_runner is not None and not self.env.eval_runner.done():
+            await asyncio.wait([self.env.eval_runner])
+            await self._log()
 
     async def _finish(self) -> None:
         """Stop rollouts that are no longer needed; groups on their way to the rollout server still arrive."""
@@ -133,14 +143,14 @@ class EnvRunner:
         await self.report()
         await self.env.rollout_client.disconnect()
 
-    def _is_finished(self) -> bool:
-        config = self.env.config
-        return is_finished(
-            self.status(), group_size=config.group_size, batch_size=config.batch_size, total_steps=config.total_steps
-        )
-
     def _may_start(self) -> bool:
-        return self.workers.may_start() and allowed_workers(self.limits(), self.status()) > 0
+        """True when there is room for more groups and the trainer still needs some."""
+        config, status = self.env.config, self.status()
+        if is_enough(
+            status, group_size=config.group_size, batch_size=config.batch_size, total_steps=config.total_steps
+        ):
+            return False
+        return self.workers.may_start() and allowed_workers(self.limits(), status) > 0
 
     # ------------------------------------------------------------------ rollout server
 

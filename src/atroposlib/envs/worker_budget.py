@@ -95,10 +95,8 @@ def eval_cap(max_num_workers: int, eval_limit_ratio: float) -> int:
     return int(max_num_workers * eval_limit_ratio)
 
 
-def is_finished(status: QueueStatus, *, group_size: int, batch_size: int, total_steps: int) -> bool:
-    """True when the trainer has, or will have from the queue, every batch up to ``total_steps``."""
-    if status.current_step >= total_steps:
-        return True
+def is_enough(status: QueueStatus, *, group_size: int, batch_size: int, total_steps: int) -> bool:
+    """True when the batches taken and those waiting already reach beyond ``total_steps``: no more groups are needed."""
     if batch_size <= 0:
         return False
     return status.current_step + status.queue_size * group_size // batch_size > total_steps

@@ -418,6 +418,36 @@ async def test_total_steps_of_the_trainer(tiny_tokenizer_dir: Path):
         await make_env(tiny_tokenizer_dir, client, total_steps=-1).env_manager()
 
 
+async def test_no_group_is_started_for_steps_that_never_come(tiny_tokenizer_dir: Path):
+    client = RecordingClient(batch_size=8)
+    env = make_env(tiny_tokenizer_dir, client, total_steps=5, max_batches_offpolicy=100)
+    client.step, client.queue_size = 3, 12  # three batches wait: more than the two steps left
+    async with serving(env) as task:
+        await some_rounds(client)
+        assert client.groups == []
+        assert not task.done()  # checkpoints and evaluations of the last steps are still to come
+        client.step, client.queue_size = 5, 4
+        await asyncio.wait_for(task, 5)
+
+
+async def test_the_evaluation_of_the_last_step_is_completed_and_logged(tiny_tokenizer_dir: Path):
+    class Thorough(NumbersEnv):
+        async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+            await asyncio.sleep(0.1)
+            self.calls.append("evaluated")
+
+        async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+            self.calls.append("logged")
+
+    client = RecordingClient()
+    env = make_env(tiny_tokenizer_dir, client, Thorough, total_steps=4, steps_per_eval=4)
+    async with serving(env) as task:
+        await wait_until(lambda: client.groups)
+        client.step = 4
+        await asyncio.wait_for(task, 5)
+    assert env.calls[-2:] == ["evaluated", "logged"]
+
+
 async def test_metrics_are_reported_while_it_runs(tiny_tokenizer_dir: Path):
     client = RecordingClient()
     env = make_env(tiny_tokenizer_dir, client)

@@ -12,7 +12,7 @@ from atroposlib.envs.worker_budget import (
     derived_batch_size,
     eval_cap,
     free_places,
-    is_finished,
+    is_enough,
     reserved_places,
 )
 
@@ -97,16 +97,15 @@ def test_every_step_is_a_boundary_of_one():
     assert sum(crosses_boundary(step, step + 1, 1) for step in range(14)) == 14
 
 
-def test_finished_when_the_trainer_has_or_will_have_every_batch():
-    def finished(step: int, queued: int) -> bool:
-        return is_finished(
-            QueueStatus(current_step=step, queue_size=queued), group_size=8, batch_size=64, total_steps=20
-        )
+def test_enough_when_the_trainer_has_or_will_have_every_batch():
+    def enough(step: int, queued: int) -> bool:
+        status = QueueStatus(current_step=step, queue_size=queued)
+        return is_enough(status, group_size=8, batch_size=64, total_steps=20)
 
-    assert not finished(19, 0)
-    assert not finished(18, 16)
-    assert finished(18, 24)
-    assert finished(20, 0)
+    assert not enough(19, 0)
+    assert not enough(18, 16)
+    assert enough(18, 24)
+    assert not is_enough(QueueStatus(current_step=3), group_size=8, batch_size=-1, total_steps=2)
 
 
 def test_a_reply_of_an_older_server_is_enough():
