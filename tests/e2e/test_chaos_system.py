@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sqlite3
 import time
 from pathlib import Path
 
@@ -68,6 +69,8 @@ def newest_step(run_dir: Path) -> int:
         return 0
     try:
         return log.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0]
+    except sqlite3.OperationalError:  # the server is about to make its tables
+        return 0
     finally:
         log.close()
 

@@ -53,8 +53,10 @@ class RunState:
         return sum(found) if found else None
 
     def reward(self) -> float | None:
-        """Mean reward of the newest groups."""
-        return sum(self.rewards) / len(self.rewards) if self.rewards else None
+        """Mean reward of the newest groups; without groups, of the newest step."""
+        if not self.rewards:
+            return self.reward_by_step[max(self.reward_by_step)] if self.reward_by_step else None
+        return sum(self.rewards) / len(self.rewards)
 
     def sparkline(self, width: int = 48) -> str:
         """The reward over all steps so far, as little bars between 0 and the largest."""

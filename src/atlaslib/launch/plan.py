@@ -359,7 +359,7 @@ def processes(plan: RunPlan) -> list[ProcessSpec]:
     prepare = ProcessSpec(
         name="prepare",
         command=[python, "-m", "atlaslib.launch.trainer_process", str(plan.run_dir / "plan.json"), "--prepare"],
-        env=quiet,
+        env={**quiet, "OMP_NUM_THREADS": "1"},
         needed_by_all=True,
     )
     needs_model = plan.model in {"tiny", "smollm2"} and not (plan.run_dir / "model" / "config.json").exists()

@@ -11,6 +11,8 @@ const page = { after: 0, start: null, view: "overview", charts: [], all: new Map
 const CHARTS = [
   { title: "Reward by environment", name: /^reward$/, source: /^groups:/, smooth: 0.97, label: "source" },
   { title: "Reward components", name: /^reward\/.+|^reward_functions?\/.+/, source: /^groups:|^trainer/, smooth: 0.97, label: "both" },
+  { title: "Reward of the trained batches", name: /^reward$/, source: /^trainer/, label: "name", smooth: 0.5 },
+  { title: "Teaching", name: /accuracy|improvement_rate|degradation_rate/, source: /^trainer/, label: "name", smooth: 0.7 },
   { title: "Held-out evaluation", name: /^eval[/_].*(reward|accuracy|score|exact|percent_correct|correct)/, label: "both" },
   { title: "Tokens per second", name: /tokens_per_s$/, smooth: 0.8, label: "both", zero: true },
   { title: "Queue (groups waiting)", name: /^queue\/groups$/, zero: true, label: "name" },
