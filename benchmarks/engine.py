@@ -267,10 +267,9 @@ def bench_cpu(args: argparse.Namespace) -> list[Row]:
     ]
     prompts = [chats[i // 8] for i in range(32)]  # four groups of eight, as a trainer asks
     mixed = torch.randint(8, 121, (32,), generator=torch.Generator().manual_seed(1)).tolist()
-    loads = [
-        Load("32 x 64", prompts, [args.cpu_tokens] * 32, 32),
-        Load("32 x 8..120 mixed", prompts, [n * args.cpu_tokens // 64 for n in mixed], 32),
-    ]
+    uniform = Load(f"32 x {args.cpu_tokens}", prompts, [args.cpu_tokens] * 32, 32)
+    lengths = [length * args.cpu_tokens // 64 for length in mixed]
+    loads = [uniform, Load(f"32 x {min(lengths)}..{max(lengths)}", prompts, lengths, 32)]
     rows: list[Row] = []
     for load in loads:
         engine = Engine(model, tokenizer, EngineConfig(max_model_len=512, num_threads=args.threads))

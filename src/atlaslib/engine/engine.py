@@ -34,6 +34,7 @@ from atlaslib.engine.support import check_supported, eos_ids, model_length, prob
 from atlaslib.errors import EngineInputError
 
 logger = logging.getLogger(__name__)
+_SCORED_LOGITS = 1 << 26  # logits kept at once for prompt log-probs
 Launched = tuple[DecodePlan, StepResult]
 
 
@@ -76,6 +77,7 @@ class Engine:
                 max_prefill_tokens=prefill_tokens(config, self.runner.device),
                 max_model_len=self.max_model_len,
                 prefix_cache=config.prefix_cache,
+                max_scored_tokens=max(64, _SCORED_LOGITS // self.runner.vocab_size),
                 admit_share=self.runner.admit_share,
             )
             self.runner.warm_up()
@@ -156,8 +158,11 @@ class Engine:
             raise EngineInputError("generate() and score() cannot run inside updating(): the weights are being written")
         for request in requests:
             self.enqueue(request)
-        while not all(request.future.done() for request in requests):
-            if not self.step():
+        unfinished = requests[::-1]
+        while unfinished:
+            if unfinished[-1].future.done():
+                unfinished.pop()
+            elif not self.step():
                 time.sleep(0.001)  # a drain in another thread holds admissions back
         return [request.future.result() for request in requests]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from atlaslib.engine.block_manager import BlockManager
+from atlaslib.engine.block_manager import ROOT, BlockManager
 from atlaslib.engine.sequence import Request, Sequence, SlotTable, Tokens
 
 
@@ -60,10 +60,12 @@ class Scheduler:
         max_prefill_tokens: int,
         max_model_len: int,
         prefix_cache: bool,
+        max_scored_tokens: int = 1 << 30,
         admit_share: int = 0,
     ) -> None:
         self.blocks, self.table = blocks, table
         self.max_prefill_tokens, self.max_model_len, self.prefix_cache = max_prefill_tokens, max_model_len, prefix_cache
+        self.max_scored_tokens = max_scored_tokens  # prompt tokens of one step whose logits are all kept
         self.admit_at = table.num_slots // admit_share if admit_share else 1  # free slots worth a prefill step
         self.waiting: deque[Sequence] = deque()  # the first sample of a request stands for all of them
         self.prefilling: list[Sequence] = []
@@ -102,42 +104,60 @@ class Scheduler:
     # prefill
 
     def _prefill(self) -> PrefillPlan | None:
-        budget = self.max_prefill_tokens
+        """Chunks of half-read prompts first, then of waiting ones, as long as tokens, slots and blocks last."""
+        budget, scored = self.max_prefill_tokens, self.max_scored_tokens
         chunks: list[Chunk] = []
-        for seq in self.prefilling:
-            if budget > 0:
-                budget -= self._add_chunk(chunks, seq, budget)
+        being_read = {self._next_block(seq) for seq in self.prefilling} - {None}
+        postponed: list[Sequence] = []
         worth_it = len(self.table.free) >= min(self.admit_at, len(self.waiting))
-        while worth_it and self.waiting and budget > 0:
-            if (self.hold_new and self.waiting[0].saved is None) or not self._admit(self.waiting[0]):
-                break
-            seq = self.waiting.popleft()
-            self.prefilling.append(seq)
-            budget -= self._add_chunk(chunks, seq, budget)
+        queue = deque(self.prefilling)
+        while budget > 0 and (queue or (worth_it and self.waiting)):
+            seq = queue.popleft() if queue else self.waiting.popleft()
+            room = min(budget, scored) if seq.request.wants_prompt_logprobs else budget
+            if seq.slot < 0:
+                if room == 0 or (self.hold_new and seq.saved is None) or not self._admit(seq, being_read):
+                    postponed.append(seq)
+                    if self.table.free and self._next_block(seq) in being_read:
+                        continue  # its beginning is being read in this very step: share it in the next one
+                    break
+                if (next_block := self._next_block(seq)) is not None:
+                    being_read.add(next_block)
+                self.prefilling.append(seq)
+            if room > 0:
+                chunk = Chunk(seq, seq.num_computed, min(len(seq.tokens), seq.num_computed + room))
+                chunks.append(chunk)
+                budget -= chunk.end - chunk.start
+                scored -= chunk.end - chunk.start if seq.request.wants_prompt_logprobs else 0
+        self.waiting.extendleft(reversed(postponed))
         return PrefillPlan(chunks) if chunks else None
 
-    def _add_chunk(self, chunks: list[Chunk], seq: Sequence, budget: int) -> int:
-        end = min(len(seq.tokens), seq.num_computed + budget)
-        chunks.append(Chunk(seq, seq.num_computed, end))
-        return end - seq.num_computed
+    def _next_block(self, seq: Sequence) -> tuple[int, bytes] | None:
+        """The first whole block of `seq` that is not in the cache, as the prefix tree would know it."""
+        size = self.blocks.block_size
+        start = seq.num_remembered * size
+        if not self.prefix_cache or seq.request.wants_prompt_logprobs or start + size > len(seq.tokens) - 1:
+            return None
+        return seq.node, seq.tokens[start : start + size].tobytes()
 
-    def _admit(self, seq: Sequence) -> bool:
+    def _admit(self, seq: Sequence, being_read: set[tuple[int, bytes] | None]) -> bool:
         """Slot and blocks for a waiting sequence; False when it has to wait."""
         if not self.table.free:
             return False
         tokens = seq.tokens
         found: list[int] = []
-        node = 0
+        seq.node = ROOT
         if self.prefix_cache and not seq.request.wants_prompt_logprobs:
-            found, node = self.blocks.find_prefix(tokens, limit=len(tokens) - 1)  # the last token must be run
+            found, seq.node = self.blocks.find_prefix(tokens, limit=len(tokens) - 1)  # the last token must be run
+        seq.num_remembered = len(found)
+        next_block = self._next_block(seq)
         reserved = sum(1 for block in found if self.blocks.users(block) == 0)
         missing = self.blocks.blocks_for(len(tokens)) - len(found)
-        if missing + reserved + (1 if self.running else 0) > self.blocks.num_free:
+        no_room = missing + reserved + (1 if self.running else 0) > self.blocks.num_free
+        if no_room or (next_block is not None and next_block in being_read):
             return False
         seq.blocks = [self.blocks.share(block) for block in found]  # shared first, so that none is handed out below
         seq.blocks += [self.blocks.allocate() for _ in range(missing)]
-        seq.num_computed = len(found) * self.blocks.block_size
-        seq.node, seq.num_remembered, seq.cacheable = node, len(found), True
+        seq.num_computed, seq.cacheable = len(found) * self.blocks.block_size, True
         self._place(seq)
         return True
 

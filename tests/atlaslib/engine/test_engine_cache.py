@@ -116,6 +116,34 @@ def test_the_samples_of_a_group_read_the_prompt_once() -> None:
     assert sum(read) == 50 + 4  # 48 of 52 tokens were in the prefix cache
 
 
+def test_separate_requests_with_the_same_beginning_read_it_once() -> None:
+    engine = Engine(tiny_causal_lm("llama"), config=EngineConfig(check_model=False, block_size=8))
+    read: list[int] = []
+    original = engine.runner.prefill
+    engine.runner.prefill = lambda plan: (read.append(sum(c.end - c.start for c in plan.chunks)), original(plan))[1]  # type: ignore[method-assign,func-returns-value]
+    system = list(range(10, 50))
+    prompts = [[*system, 100 + i] for i in range(6)] + [system] * 3 + [[7, 8, 9]]
+    replies = engine.generate(prompts, SamplingParams(max_tokens=5, seed=1, ignore_eos=True))
+    assert sum(read) == 41 + 5 * 1 + 3 * 8 + 3  # the last token of a prompt is always run, so `system` reads its last block
+    alone = Engine(engine.model, config=EngineConfig(prefix_cache=False))
+    for prompt, group in zip(prompts, replies, strict=True):
+        expected = alone.generate([prompt], SamplingParams(max_tokens=5, seed=1, ignore_eos=True))[0][0]
+        assert group[0].token_ids == expected.token_ids
+
+
+def test_scoring_keeps_the_logits_of_a_bounded_number_of_tokens() -> None:
+    model = tiny_causal_lm("llama")
+    engine = Engine(model, config=EngineConfig(check_model=False))
+    whole = engine.score([[5 + i for i in range(60)], [7] * 50])
+    engine.scheduler.max_scored_tokens = 16
+    widest: list[int] = []
+    original = engine.runner.forward
+    engine.runner.forward = lambda ids, positions, context, keep: (widest.append(len(keep)), original(ids, positions, context, keep))[1]  # type: ignore[method-assign,func-returns-value]
+    for a, b in zip(whole, engine.score([[5 + i for i in range(60)], [7] * 50]), strict=True):
+        assert a == pytest.approx(b, abs=1e-4)
+    assert max(widest) == 16
+
+
 def test_next_turn_finds_the_reply_in_the_cache() -> None:
     engine = Engine(tiny_causal_lm("llama"), config=EngineConfig(block_size=4))
     prompt = list(range(10, 22))
