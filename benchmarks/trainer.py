@@ -25,7 +25,7 @@ from typing import Any
 
 SETTINGS: dict[str, dict[str, int]] = {
     "tiny": {"batch": 32, "group": 8, "prompt": 32, "completion": 64, "steps": 8},
-    "smollm2": {"batch": 8, "group": 8, "prompt": 16, "completion": 16, "steps": 6},
+    "smollm2": {"batch": 8, "group": 8, "prompt": 16, "completion": 16, "steps": 5},
 }
 
 

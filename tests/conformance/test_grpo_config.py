@@ -472,3 +472,121 @@ def test_shuffled_inputs_reach_the_sampler_in_another_order(train: Any) -> None:
     kept = list(dict.fromkeys(tuple(sample.token_ids[: len(sent[0])]) for sample in trainer.step_samples))
     assert sorted(map(tuple, sent)) == sorted(kept)
     assert list(map(tuple, sent)) != kept
+
+
+def test_model_init_kwargs_reach_the_model(tmp_path: Path, tiny_tokenizer: Any, config: Any) -> None:
+    from atlaslib.models.tiny import tiny_model_folder
+
+    folder = tiny_model_folder(tmp_path / "model", vocab_size=len(tiny_tokenizer), hidden=32)
+    made = config(
+        model_name_or_path=str(folder), model_init_kwargs={"dtype": "float64", "attn_implementation": "eager"}
+    )
+    trainer = GRPOTrainer(made, lengths, train_dataset=ROWS)
+    assert next(trainer.model.parameters()).dtype == torch.float64
+    assert trainer.model.config._attn_implementation == "eager"
+    with pytest.raises(ConfigError, match="not a torch dtype"):
+        GRPOTrainer(
+            config(model_name_or_path=str(folder), model_init_kwargs={"dtype": "flaot"}), lengths, train_dataset=ROWS
+        )
+    with pytest.raises(ConfigError, match="handed a model object"):
+        GRPOTrainer(trainer.model, lengths, made, train_dataset=ROWS, processing_class=tiny_tokenizer)
+
+
+def test_dropout_is_switched_off(train: Any, model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    train(go=False, disable_dropout=False)
+    assert model.model.layers[0].self_attn.attention_dropout == 0.5
+    train(go=False)
+    assert model.model.layers[0].self_attn.attention_dropout == 0.0
+
+
+def test_completions_and_phases_are_logged(train: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="atlaslib"):
+        train(log_completions=True, logging_steps=1, activate_debugging_logs=True)
+    messages = [record.message for record in caplog.records]
+    assert sum(message.startswith("step 0, reward") for message in messages) == 8
+    assert any(message.startswith("backward took") and "GiB" in message for message in messages)
+
+
+def test_completions_table_goes_to_wandb(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import types
+
+    sent: list[dict[str, Any]] = []
+    module = types.SimpleNamespace(
+        run=types.SimpleNamespace(log=sent.append), Table=lambda columns, data: (columns, data)
+    )
+    monkeypatch.setitem(__import__("sys").modules, "wandb", module)
+    train(log_completions=True, logging_steps=1)
+    columns, data = sent[0]["completions"]
+    assert columns == ["step", "prompt", "completion", "reward"]
+    assert len(data) == 8
+
+
+def test_min_completion_length(train: Any) -> None:
+    trainer = train(min_completion_length=5, max_completion_length=5)
+    assert {sample.num_trained_tokens for sample in trainer.step_samples} == {5}
+
+
+def test_num_generations_eval(model: Any, tiny_tokenizer: Any, config: Any) -> None:
+    seen: list[int] = []
+
+    def watch(completions: list[str], **_: Any) -> list[float]:
+        seen.append(len(completions))
+        return [1.0] * len(completions)
+
+    made = config(num_generations_eval=3)
+    trainer = GRPOTrainer(
+        model, watch, made, train_dataset=ROWS, eval_dataset=ROWS[:2], processing_class=tiny_tokenizer
+    )
+    assert trainer.evaluate()["eval_reward"] == 1.0
+    assert seen == [6]
+
+
+def test_chat_template_kwargs_reach_the_template(train: Any, tiny_tokenizer: Any) -> None:
+    tiny_tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ mark }}"
+    rows = [{"prompt": [{"role": "user", "content": f"q{n}"}]} for n in range(4)]
+    trainer = train(rows=rows, chat_template_kwargs={"mark": "!"})
+    assert all("!" in tiny_tokenizer.decode(sample.token_ids[:3]) for sample in trainer.step_samples)
+
+
+def test_engine_kwargs_reach_the_engine(train: Any) -> None:
+    trainer = train(engine_kwargs={"max_num_seqs": 3}, go=False)
+    trainer.sampler_host.sync(0)
+    assert trainer.sampler_host.engine.config.max_num_seqs == 3
+
+
+def test_metrics_file_can_be_named_or_left_out(train: Any, tmp_path: Path) -> None:
+    train(metrics_file="numbers.jsonl", output_dir=str(tmp_path / "a"))
+    assert (tmp_path / "a" / "numbers.jsonl").is_file()
+    train(metrics_file=None, output_dir=str(tmp_path / "b"))
+    assert not list((tmp_path / "b").glob("*.jsonl"))
+
+
+def test_packing_is_refused_where_attention_is_not_plain(model: Any) -> None:
+    from atlaslib.trainers.batch_sizes import blank_sample, choose_layout
+
+    samples = [blank_sample(0), blank_sample(0)]
+    assert choose_layout("packed", samples, model) == "packed"
+    model.config.attn_logit_softcapping = 30.0
+    assert choose_layout("auto", samples, model) == "padded"
+    with pytest.raises(ConfigError, match="plain causal attention"):
+        choose_layout("packed", samples, model)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compiled_blocks_give_the_same_numbers(model: Any) -> None:
+    from atlaslib.trainers.compiled import CompiledModules
+
+    ids = torch.tensor([[1, 2, 3, 4]])
+    plain = model(ids).logits
+    with CompiledModules(backend="eager")(model):
+        assert "forward" in model.model.norm.__dict__
+        torch.testing.assert_close(model(ids).logits, plain)
+    assert "forward" not in model.model.norm.__dict__
+
+
+@pytest.mark.parametrize("option", [{"torch_compile": True}, {"compile_modules": True, "gradient_checkpointing": True}])
+def test_compiling_what_is_shared_is_refused(option: dict[str, Any], config: Any) -> None:
+    with pytest.raises(ConfigError, match="compile_modules"):
+        config(**option)

@@ -29,7 +29,7 @@ from atlaslib.data.prompts import PromptEncoder, PromptOrder, as_rows
 from atlaslib.errors import ConfigError
 from atlaslib.generation.protocol import Sampler, SamplingSettings
 from atlaslib.rewards.reward_calls import RewardSet
-from atlaslib.trainers import batch_sizes, evaluation, model_setup, rollouts, run_state
+from atlaslib.trainers import batch_sizes, completion_log, evaluation, model_setup, rollouts, run_state
 from atlaslib.trainers.choices import default_config, estimator_of, scale_of
 from atlaslib.trainers.grpo_config import GRPOConfig
 from atlaslib.trainers.policy import zero_dropout
@@ -105,7 +105,7 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
 
     def _prepare_parts(self, rollout_client: Any) -> None:
         config = self.config
-        self.metrics = StepMetrics()
+        self.metrics = StepMetrics(verbose=config.activate_debugging_logs)
         self.update = PolicyUpdate(
             accelerator=self.accelerator,
             config=config,
@@ -316,7 +316,9 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
         self.metrics.put("reward_std", scored.reward_std)
         self.metrics.put("rollout/zero_variance_share", scored.zero_variance_share)
         self.metrics.put("rollout/num_set_aside", float(scored.num_set_aside))
-        rollouts.store_completions(made, config, self.state.global_step, self.is_world_process_zero())
+        if self.is_world_process_zero():
+            completion_log.store_completions(made, config, self.state.global_step)
+            completion_log.log_completions(made, config, self.state.global_step)
         return self.annotate(scored.samples, made)
 
     def sampling_settings(self, **changes: Any) -> SamplingSettings:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +13,6 @@ from atlaslib.algorithms.advantages import Estimator, ScaleRewards, compute_adva
 from atlaslib.data.prompts import Prompt, derive_seed
 from atlaslib.generation.protocol import Request, SampledCompletion, Sampler, SamplingSettings
 from atlaslib.rewards.reward_calls import RewardInputs, RewardTable
-from atlaslib.trainers.grpo_config import GRPOConfig
 from atlaslib.trainers.step_metrics import StepMetrics
 from atlaslib.types import TrainingSample
 
@@ -196,25 +192,6 @@ def log_rewards(metrics: StepMetrics, made: Sequence[Rollout]) -> None:
         values = [rollout.rewards[name] for rollout in made if not math.isnan(rollout.rewards.get(name, math.nan))]
         if values:
             metrics.put(f"rewards/{name}", sum(values) / len(values))
-
-
-def store_completions(made: Sequence[Rollout], config: GRPOConfig, step: int, is_main: bool) -> None:
-    """``save_completions_probability``: rows of step, prompt, completion, reward as CSV, at logging steps."""
-    probability = config.save_completions_probability
-    if not probability or not is_main or step % max(int(config.logging_steps), 1):
-        return
-    chooser = random.Random(derive_seed(config.seed, step, 77))
-    folder = Path(config.output_dir) / "stored_completions"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{step}.csv"
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file, quoting=csv.QUOTE_ALL)
-        if new:
-            writer.writerow(["step", "prompt", "completion", "reward"])
-        for rollout in made:
-            if chooser.random() < probability:
-                writer.writerow([step, rollout.prompt, rollout.completion_text, rollout.reward])
 
 
 def drop_stale(made: Sequence[Rollout], *, version: int, bound: int) -> list[Rollout]:

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
+import resource
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def memory_in_use() -> str:
+    """Largest memory of the process so far, and of the GPU when there is one."""
+    text = f"peak memory of the process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        text += f", GPU {torch.cuda.memory_allocated() / 2**30:.2f} GiB (peak {torch.cuda.max_memory_allocated() / 2**30:.2f})"
+    return text
 
 
 class StepMetrics:
     """Values of the step in progress and of the logging window."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, verbose: bool = False) -> None:
+        self._verbose = verbose
         self._step: dict[str, list[float]] = defaultdict(list)
         self._seconds: dict[str, float] = defaultdict(float)
         self._window: dict[str, list[float]] = defaultdict(list)
@@ -41,7 +57,10 @@ class StepMetrics:
         try:
             yield
         finally:
-            self._seconds[name] += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self._seconds[name] += seconds
+            if self._verbose:
+                logger.info("%s took %.4f s; %s", name, seconds, memory_in_use())
 
     def add_seconds(self, name: str, seconds: float) -> None:
         """Add to ``time/<name>_s``."""
