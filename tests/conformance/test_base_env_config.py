@@ -14,13 +14,13 @@ import pytest
 import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from tests.simple_env import NumbersEnv, RecordingClient, some_groups, some_rounds, wait_until
 
 from atroposlib.envs import env_cli, env_runner
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.envs.env_config import EvalHandlingEnum
 from atroposlib.errors import ConfigError
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
+from simple_env import NumbersEnv, RecordingClient, some_groups, some_rounds, wait_until
 
 Make = Callable[..., Any]
 SOURCES = ("code", "yaml", "flag")

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import Field
-from tests.simple_env import NumbersEnv
 
 from atroposlib.envs import env_cli
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ServerBaseline
 from atroposlib.errors import ConfigError
+from simple_env import NumbersEnv
 
 SECRET = "sk-very-secret"
 

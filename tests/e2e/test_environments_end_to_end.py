@@ -17,12 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.rollout_process import ServerProcess
-from tests.simple_env import make_env
-
 from atroposlib.api.client import TrainerClient
 from atroposlib.testing.harness_server import HarnessServer
 from atroposlib.utils.tokenizers.loading import load_tokenizer
+from rollout_process import ServerProcess
+from simple_env import make_env
 
 NUM_STEPS = 20
 SCRIPT = Path(__file__).with_name("question_env.py")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.simple_env import NumbersEnv, RecordingClient, make_env
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.errors import ConfigError
+from simple_env import NumbersEnv, RecordingClient, make_env
 
 
 def scored(**changes: Any) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.simple_env import NumbersEnv, RecordingClient, make_env, some_groups, some_rounds, wait_until
 
 from atroposlib.envs import env_runner
 from atroposlib.envs.server_handling.policy_versions import note_policy_versions
 from atroposlib.errors import ConfigError, InferenceUnavailableError
+from simple_env import NumbersEnv, RecordingClient, make_env, some_groups, some_rounds, wait_until
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.simple_env import NumbersEnv, make_env
 
 from atroposlib.errors import AtroposError
+from simple_env import NumbersEnv, make_env
 
 
 def prepare(
