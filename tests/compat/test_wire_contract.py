@@ -660,3 +660,26 @@ def test_heartbeat_and_reports(started: ServerProcess) -> None:
 def test_cors_is_closed_unless_asked(server: ServerProcess) -> None:
     reply = server.call("GET", "/status", headers={"Origin": "http://elsewhere"})
     assert "access-control-allow-origin" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        b'"messages": [[{"role": "user", "content": "\xff\xfe"}]]',
+        b'"images": ["\xff"]',
+        b'"group_overrides": {"a": "\xe2\x82"}',
+        b'"generation_params": {"\xff": 1}',
+        b'"overrides": [{"a": "\xc0\xaf"}]',
+        b'"messages": [[{"role": "user", "content": "\x01"}]]',
+    ],
+)
+def test_text_that_is_not_utf8_never_reaches_a_batch(started: ServerProcess, field: bytes) -> None:
+    body = b'{"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [0.5], ' + field + b"}"
+    assert post(started, None, raw=body, headers={"Content-Type": "application/json"}).status == 422
+    assert post(started, None, "/scored_data_list", raw=b"[" + body + b"]").status == 422
+    assert started.call("GET", "/status").json()["queue_size"] == 0
+
+
+def test_half_a_surrogate_pair_is_echoed(started: ServerProcess) -> None:
+    assert post(started, group(images="\ud800 ok")).status == 200
+    assert started.call("GET", "/latest_example").json()["images"] == "\ud800 ok"
