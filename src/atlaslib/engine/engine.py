@@ -30,7 +30,7 @@ from atlaslib.engine.output import Ending, Outputs, collect_scores, note_top_log
 from atlaslib.engine.sampling import mix_seed
 from atlaslib.engine.scheduler import DecodePlan, PrefillPlan, Scheduler
 from atlaslib.engine.sequence import Completion, Request, Sequence, SlotTable, TokenCallback
-from atlaslib.engine.support import check_supported, eos_ids, model_length, probe
+from atlaslib.engine.support import check_supported, choose_length, eos_ids, probe
 from atlaslib.errors import EngineInputError
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Engine:
                 raise EngineInputError("attach() needs an idle engine; finish or abort the running requests first")
             self.model = model
             config = self.config
-            wanted = min(config.max_model_len or model_length(model), model_length(model))
+            wanted = choose_length(model, config.max_model_len)
             self._in_flight: Launched | None = None
             self.runner = make_runner(model, config, wanted)
             self.max_model_len = min(wanted, self.runner.num_blocks * config.block_size)
@@ -175,20 +175,23 @@ class Engine:
         `drain`: running replies end on the old weights first, waiting ones start on the new ones. `in_flight`: running
         replies pause here and continue with the new weights. Either way no step runs inside the block.
         """
-        if self.config.update_mode == "drain":
-            self.scheduler.hold_new = True
-            while self.scheduler.started:
-                self.step()
-        with self.exclusive():
-            self._settle()
-            self._updating = True
-            try:
-                yield
-            finally:
-                self._updating = self.scheduler.hold_new = False
-                self.version += 1
-                self._renew_cache()
-                self.runner.weights_changed()
+        try:
+            if self.config.update_mode == "drain":
+                self.scheduler.hold_new = True
+                while self.scheduler.started:
+                    self.step()
+            with self.exclusive():
+                self._settle()
+                self._updating = True
+                try:
+                    yield
+                finally:
+                    self._updating = False
+                    self.version += 1
+                    self._renew_cache()
+                    self.runner.weights_changed()
+        finally:
+            self.scheduler.hold_new = False
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:

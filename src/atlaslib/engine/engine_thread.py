@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 
 from atlaslib.engine.config import SamplingParams
 from atlaslib.engine.engine import Engine
@@ -98,5 +99,5 @@ class EngineThread:
             still_open = list(self._open)
         for request in still_open:
             self.engine.cancel(request)
-            if not request.future.done():
+            with suppress(InvalidStateError):  # done in the meantime
                 request.future.set_exception(error)

@@ -84,6 +84,8 @@ class ModelRunner:
         if config.exact and parameter.device.type != "cpu":
             raise ConfigError(f"exact=True is implemented for CPU; the model is on {parameter.device}")
         self.device: torch.device = parameter.device
+        if self.device.type == "cpu" and parameter.dtype != torch.float32:
+            logger.warning("%s on CPU: matrix products are up to 100 times slower than in float32", parameter.dtype)
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.threads = self._choose_threads()
         self.layers = self.record_shapes()

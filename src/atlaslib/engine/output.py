@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -81,8 +83,9 @@ class Outputs:
             self.stream(seq, count, ending)
         completion.text = self._final_text(seq, completion.token_ids, ending)
         request.completions[seq.index] = completion
-        if len(request.completions) == request.params.n and not request.future.done():
-            request.future.set_result([request.completions[index] for index in range(request.params.n)])
+        if len(request.completions) == request.params.n:
+            with suppress(InvalidStateError):  # cancelled in the meantime
+                request.future.set_result([request.completions[index] for index in range(request.params.n)])
 
     def _final_text(self, seq: Sequence, token_ids: list[int], ending: Ending) -> str | None:
         if self.tokenizer is None:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from atlaslib.engine.config import SamplingParams
-from atlaslib.errors import UnsupportedModelError
+from atlaslib.errors import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_MAX_MODEL_LEN = 32768
+_MAX_MODEL_LEN = 32768  # when nothing is asked for
 
 
 def check_supported(model: Any) -> None:
@@ -54,9 +54,12 @@ def text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def model_length(model: Any) -> int:
-    """Longest sequence the model's positions allow, bounded so that the tables stay small."""
-    return min(int(getattr(text_config(model.config), "max_position_embeddings", None) or _MAX_MODEL_LEN), _MAX_MODEL_LEN)
+def choose_length(model: Any, asked: int | None) -> int:
+    """Longest prompt + reply: what was asked for, or what the model's positions allow, within reason."""
+    limit = getattr(text_config(model.config), "max_position_embeddings", None)
+    if asked is not None and limit is not None and asked > limit:
+        raise ConfigError(f"max_model_len={asked} is more than the {limit} positions of {type(model).__name__}")
+    return asked or min(int(limit or _MAX_MODEL_LEN), _MAX_MODEL_LEN)
 
 
 def eos_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atlaslib.engine import Engine, EngineConfig, SamplingParams
-from atlaslib.errors import UnsupportedModelError
+from atlaslib.errors import ConfigError, UnsupportedModelError
 from atlaslib.models.zoo import ARCHITECTURES, tiny_causal_lm
 
 
@@ -73,6 +73,42 @@ def test_training_mode_dropout_and_checkpointing_are_left_as_they_were() -> None
     assert all(module.training for module in model.modules())
     model.eval()
     assert largest_difference(model, prompts, replies) < 1e-4
+
+
+def test_a_model_with_lora_adapters_samples_with_them() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(tiny_causal_lm("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0.0, 0.3)
+    model.train()
+    prompts = some_prompts(3)
+    replies = Engine(model).generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True, seed=0))
+    model.eval()
+    assert largest_difference(model, prompts, replies) < 1e-4
+    with model.disable_adapter():
+        assert largest_difference(model, prompts, replies) > 1e-2
+
+
+def test_a_model_the_engine_would_get_wrong_is_refused_by_what_it_computes() -> None:
+    model = tiny_causal_lm("llama")
+    layer = model.model.layers[1].self_attn
+    original = layer.forward
+
+    def with_memory(*args: Any, **kwargs: Any) -> Any:  # looks at the whole input at once, past the cache
+        out, weights = original(*args, **kwargs)
+        return out + out.cumsum(1), weights
+
+    layer.forward = with_memory
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM.*paged forward differs from its plain forward"):
+        Engine(model)
+
+
+def test_more_positions_than_the_model_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_model_len=4096 is more than the 512 positions"):
+        Engine(tiny_causal_lm("llama"), config=EngineConfig(max_model_len=4096))
 
 
 def test_encoder_decoder_is_refused_by_name() -> None:
