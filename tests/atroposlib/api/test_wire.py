@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rollout_calls import group
 
-from atroposlib.api import binary, wire
+from atroposlib.api import binary, native_scan, wire
 from atroposlib.api.compaction import without_blanks
 from atroposlib.api.schemas import EXTRA_FIELDS, GROUP_FIELDS
 from atroposlib.api.wire import WireError, WireGroup, parse_json_groups
@@ -22,6 +22,16 @@ from atroposlib.api.wire import WireError, WireGroup, parse_json_groups
 def one(value: Any) -> WireGroup:
     body = value if isinstance(value, bytes) else json.dumps(value).encode()
     return parse_json_groups(body, many=False)[0]
+
+
+@pytest.fixture(autouse=True, params=["compiled", "python"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test here runs with both readers of JSON."""
+    if request.param == "python":
+        monkeypatch.setattr(native_scan, "_library", None)
+    elif not native_scan.prepare():
+        pytest.skip("no C compiler here")
+    return str(request.param)
 
 
 @pytest.fixture
@@ -130,7 +140,7 @@ def groups(draw: st.DrawFn) -> dict[str, Any]:
     return value
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=groups(), compact=st.booleans())
 def test_both_forms_keep_every_value(value: dict[str, Any], compact: bool) -> None:
     text = json.dumps(value, separators=(",", ":") if compact else None).encode()
