@@ -590,3 +590,34 @@ def test_compiled_blocks_give_the_same_numbers(model: Any) -> None:
 def test_compiling_what_is_shared_is_refused(option: dict[str, Any], config: Any) -> None:
     with pytest.raises(ConfigError, match="compile_modules"):
         config(**option)
+
+
+def test_loss_parameters_reach_the_loss(config: Any) -> None:
+    from atlaslib.trainers.choices import estimator_of, loss_options, scale_of
+
+    made = config(
+        loss_type="dapo", epsilon=0.1, epsilon_high=0.3, delta=4.0, kl_estimator="k2", entropy_coef=0.01, importance_correction="tis",
+        importance_correction_cap=3.0, importance_correction_level="sequence", distill_coef=0.5,
+    )  # fmt: skip
+    options = loss_options(made)
+    assert (options.loss_type, options.epsilon, options.upper, options.delta, options.kl_estimator) == (
+        "dapo",
+        0.1,
+        0.3,
+        4.0,
+        "k2",
+    )
+    assert (options.entropy_coef, options.importance_correction, options.importance_cap, options.importance_level) == (
+        0.01,
+        "tis",
+        3.0,
+        "sequence",
+    )
+    assert (options.distill_coef, options.max_completion_length) == (0.5, 5)
+    assert (loss_options(config(loss_type="dapo")).upper, loss_options(config(loss_type="cispo")).upper) == (0.28, 4.0)
+    assert [estimator_of(config(loss_type=kind)) for kind in ("grpo", "rloo", "reinforce++")] == [
+        "group",
+        "rloo",
+        "batch",
+    ]
+    assert [scale_of(config(loss_type=kind)) for kind in ("grpo", "dr_grpo")] == ["group", "none"]
