@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
@@ -43,6 +44,17 @@ def is_busy(error: BaseException) -> bool:
     return getattr(error, "status", None) == 429 or getattr(error, "status_code", None) == 429
 
 
+def failure_kind(error: BaseException) -> str:
+    """What a failed attempt means for the next one: final, busy, lost (the connection) or failed."""
+    if not is_retryable(error):
+        return "final"
+    if is_busy(error):
+        return "busy"
+    if isinstance(error, InferenceServerError) and error.status is None and not isinstance(error, TimeoutError):
+        return "lost"
+    return "lost" if isinstance(error, ConnectionError) else "failed"
+
+
 @dataclass(kw_only=True, slots=True)
 class HeldSlot:
     """A training slot kept for the code inside ``ServerManager.dedicated_server``."""
@@ -62,6 +74,11 @@ def is_retryable(error: BaseException) -> bool:
         return True
     status = getattr(error, "status_code", None) or getattr(error, "status", None)
     return isinstance(status, int) and is_retryable_status(status)
+
+
+def is_watched(server: Any) -> bool:
+    """Whether ``server`` notices by itself that it is up again."""
+    return isinstance(server, APIServer) and server.is_watched()
 
 
 class RollingList(list[Any]):
@@ -85,6 +102,7 @@ class APIServer(ABC):
     """
 
     MAX_ATTEMPTS = 3
+    MAX_LOST_CONNECTIONS = 8  # a restarted server leaves several dead connections behind
     FIRST_BACKOFF_S = 0.2
     MAX_BACKOFF_S = 10.0
     MAX_RETRY_AFTER_S = 60.0
@@ -262,7 +280,7 @@ class APIServer(ABC):
         kwargs["model"] = self.config.model_name
         is_train = kwargs.pop("split", "train") == "train"
         self.start_watching(chat)
-        started, attempts, failures = time.monotonic(), 0, 0
+        started, attempts, failures = time.monotonic(), 0, Counter[str]()
         try:
             while True:
                 await self._wait_until_healthy()
@@ -273,10 +291,9 @@ class APIServer(ABC):
                         self._last_contact = time.monotonic()
                         return reply
                     except Exception as error:  # boundary: whatever the backend raised is retried or passed on
-                        failures += not is_busy(error)
                         self._note_failure(error)
-                        out_of_time = time.monotonic() - started > self.config.server_wait_s
-                        if failures >= self.MAX_ATTEMPTS or not is_retryable(error) or (is_busy(error) and out_of_time):
+                        failures[failure_kind(error)] += 1
+                        if not self._may_retry(failures, started):
                             raise
                         failure = error
                 logger.debug("attempt %d at %s failed: %s", attempts, self.label, failure)
@@ -285,6 +302,15 @@ class APIServer(ABC):
         finally:
             if attempts:
                 self._record(time.monotonic() - started, attempts, is_train)
+
+    def _may_retry(self, failures: Counter[str], started: float) -> bool:
+        if (
+            failures["final"]
+            or failures["failed"] >= self.MAX_ATTEMPTS
+            or failures["lost"] >= self.MAX_LOST_CONNECTIONS
+        ):
+            return False
+        return not failures["busy"] or time.monotonic() - started < self.config.server_wait_s
 
     def _slot(self, is_train: bool) -> AbstractAsyncContextManager[Any]:
         if not is_train:

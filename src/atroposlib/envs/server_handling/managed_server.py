@@ -11,10 +11,11 @@ What is trained is what was sampled: text is never tokenised a second time.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.envs.server_handling.api_server import can_fail_over
+from atroposlib.envs.server_handling.api_server import can_fail_over, is_watched
 from atroposlib.envs.server_handling.chat_prompts import (
     conversation_keys,
     plain_messages,
@@ -37,7 +38,13 @@ from atroposlib.envs.server_handling.sequence_tree import (
     turn_of,
 )
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
-from atroposlib.errors import AtroposError, ConfigError, InferenceUnavailableError
+from atroposlib.errors import (
+    AtroposError,
+    ConfigError,
+    InferenceServerError,
+    InferenceTimeoutError,
+    InferenceUnavailableError,
+)
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -56,7 +63,6 @@ CHAT_ONLY_FIELDS = frozenset({
     "verbosity", "web_search_options",
 })
 # fmt: on
-MAX_MOVES = 3
 _templates_warned_about: set[str] = set()
 
 
@@ -80,7 +86,8 @@ class ManagedServer:
         track_tree: bool = False,
         tool_parser: str | None = None,
         preserve_think_blocks: bool | None = False,
-        reroute: Callable[[Any], Awaitable[Any]] | None = None,
+        reroute: Callable[[Any, Sequence[Any]], Awaitable[Any]] | None = None,
+        other_servers: Sequence[Any] = (),
     ) -> None:
         self.server = server
         self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(server)
@@ -90,7 +97,8 @@ class ManagedServer:
         self._tool_parser_name = tool_parser
         self._translator: ToolCallTranslator | None = None
         self._tree = SequenceTree(keep_all=track_tree)
-        self._reroute = reroute
+        self._reroute = reroute  # (server to leave, servers to avoid) -> a server that is up
+        self._other_servers = other_servers
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -283,19 +291,27 @@ class ManagedServer:
         """Ask the session's server, or another one when it is down: ids mean the same on all of them."""
         if self._reroute is None:
             return await self.server.tokens_and_logprobs_completion(**request)
-        for tries_left in range(MAX_MOVES, -1, -1):
-            if not getattr(self.server, "server_healthy", True):
-                self.server = await self._reroute(self.server)
+        started = time.monotonic()
+        failed: list[Any] = []
+        while True:
+            if self.server in failed or not getattr(self.server, "server_healthy", True):
+                self.server = await self._reroute(self.server, failed)
             previous = can_fail_over.get()
             can_fail_over.set(True)
             try:
                 return await self.server.tokens_and_logprobs_completion(**request)
             except InferenceUnavailableError:
-                if not tries_left or getattr(self.server, "server_healthy", True):
+                if not is_watched(self.server) or time.monotonic() - started > self.server.config.server_wait_s:
+                    raise
+            except InferenceServerError as error:
+                if not error.retryable or isinstance(error, InferenceTimeoutError) or not self._has_other(failed):
                     raise
             finally:
                 can_fail_over.set(previous)
-        return None
+
+    def _has_other(self, failed: list[Any]) -> bool:
+        failed.append(self.server)
+        return any(server not in failed for server in self._other_servers)
 
     def _input_ids(self, prompt: str, prefix: Prefix | None, is_chat: bool) -> list[int]:
         if self.tokenizer is None:

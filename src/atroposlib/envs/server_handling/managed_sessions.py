@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -73,9 +73,9 @@ def _local_session(manager: ServerManager, server: Any, tokenizer: Any, preserve
         )
         return DummyManagedServer(server=server, tokenizer=tokenizer)
 
-    async def reroute(down: Any) -> Any:
-        replacement = await manager.healthy_server()
-        _count(down, -1)
+    async def reroute(left: Any, avoid: Sequence[Any]) -> Any:
+        replacement = await manager.healthy_server(avoid)
+        _count(left, -1)
         _count(replacement, 1)
         return replacement
 
@@ -85,6 +85,7 @@ def _local_session(manager: ServerManager, server: Any, tokenizer: Any, preserve
         tool_parser=manager.tool_parser,
         preserve_think_blocks=preserve_think_blocks,
         reroute=reroute,
+        other_servers=manager.servers,
     )
     if isinstance(server, ServerHarness) and server.tokenizer is None:
         server.tokenizer = session.tokenizer  # the in-process server encodes its replies with the session's tokenizer

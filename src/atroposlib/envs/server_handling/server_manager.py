@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field
 
-from atroposlib.envs.server_handling.api_server import APIServer, HeldSlot, can_fail_over, held_slot
+from atroposlib.envs.server_handling.api_server import APIServer, HeldSlot, can_fail_over, held_slot, is_watched
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.envs.server_handling.managed_sessions import open_managed_session
 from atroposlib.envs.server_handling.openai_routes import merge_replies
@@ -52,7 +52,6 @@ logger = logging.getLogger(__name__)
 STAND_IN_POLL_S = 0.02
 WAIT_MESSAGE_INTERVAL_S = 30.0
 DEFAULT_SERVER_WAIT_S = 600.0
-MAX_EXTRA_TRIES = 3
 
 
 def _is_healthy(server: Any) -> bool:
@@ -144,6 +143,7 @@ class ServerManager:
     async def _route(self, method: str, kwargs: dict[str, Any]) -> Any:
         split = kwargs.get("split", "train")
         tried: list[Any] = []
+        deadline = time.monotonic() + self._server_wait_s()
         while True:
             server = await self._acquire_server(is_train=split == "train", avoid=tried)
             previous = can_fail_over.get()
@@ -154,17 +154,16 @@ class ServerManager:
                 raise
             except InferenceServerError as error:
                 tried.append(server)
-                if not error.retryable or not self._can_hand_over(server, tried):
+                if not error.retryable or not self._can_hand_over(server, tried, error, deadline):
                     raise
                 logger.info("%s failed and is asked again: %s", method, error)
             finally:
                 can_fail_over.set(previous)
 
-    def _can_hand_over(self, failed: Any, tried: list[Any]) -> bool:
-        if len(tried) >= len(self.servers) + MAX_EXTRA_TRIES:
-            return False
-        is_down = not getattr(failed, "server_healthy", True)  # then it, or another, is waited for
-        return is_down or any(_is_healthy(server) for server in self.servers if server not in tried)
+    def _can_hand_over(self, failed: Any, tried: list[Any], error: InferenceServerError, deadline: float) -> bool:
+        if isinstance(error, InferenceUnavailableError) and is_watched(failed):
+            return time.monotonic() < deadline  # it, or another, is waited for
+        return any(_is_healthy(server) for server in self.servers if server not in tried)
 
     # -- choosing a server ------------------------------------------------------------------------------------------
 
@@ -236,10 +235,9 @@ class ServerManager:
             self._last_wait_message = now
             logger.warning("all inference servers are down (%s); giving up in %.0f s", self._names(), left_s)
 
-    async def healthy_server(self) -> Any:
-        """A server that is up, waiting for one when all are down (see ``server_wait_s``)."""
-        await self._acquire_server(is_train=True)
-        return self.pick_session_server()
+    async def healthy_server(self, avoid: Sequence[Any] = ()) -> Any:
+        """A server that is up and, if there is one, not to avoid; waits when all are down (see ``server_wait_s``)."""
+        return await self._acquire_server(is_train=True, avoid=avoid)
 
     def pick_session_server(self) -> Any:
         """The server for a new session; sessions already open count as load."""

@@ -68,7 +68,7 @@ async def test_each_split_has_its_own_records() -> None:
 
 
 async def test_train_and_eval_limits_are_separate(harness: HarnessServer) -> None:
-    harness.latency_s = 0.02
+    harness.latency_s = 0.06
     server = VLLMServer(_config(harness, num_max_requests_at_once=3, num_requests_for_eval=2))
     await asyncio.gather(*(server.chat_completion(messages=MESSAGES) for _ in range(9)))
     assert harness.max_in_flight == 3
@@ -197,7 +197,7 @@ async def test_a_restarted_server_is_waited_for(harness: HarnessServer, caplog: 
         assert not call.done()
         assert not server.server_healthy
         harness.start()
-        reply = await asyncio.wait_for(call, 5)
+        reply = await asyncio.wait_for(call, 10)
     assert reply.choices[0].message.content
     assert server.server_healthy
     assert "is down" in caplog.text
@@ -212,7 +212,7 @@ async def test_a_server_that_stays_down_is_an_error(free_port: int) -> None:
     started = time.monotonic()
     with pytest.raises(InferenceUnavailableError, match=rf"127.0.0.1:{free_port}.*down for 0.2 s.*cannot be reached"):
         await server.chat_completion(messages=MESSAGES)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10
     await server.aclose()
 
 
@@ -235,7 +235,7 @@ async def test_an_idle_server_that_dies_is_noticed(harness: HarnessServer, monke
     server = VLLMServer(_config(harness))
     await server.chat_completion(messages=MESSAGES)
     harness.stop()
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(10):
         while server.server_healthy:
             await asyncio.sleep(0.01)
     await server.aclose()

@@ -46,7 +46,7 @@ async def test_n_is_asked_as_n_requests_where_it_is_ignored(harness: HarnessServ
 
 
 async def test_single_requests_for_n_respect_the_limit(harness: HarnessServer) -> None:
-    harness.ignore_n, harness.latency_s = True, 0.01
+    harness.ignore_n, harness.latency_s = True, 0.04
     server = _server(harness, n_kwarg_is_ignored=True, num_max_requests_at_once=2)
     assert len((await server.chat_completion(messages=MESSAGES, n=6)).choices) == 6
     assert harness.max_in_flight == 2

@@ -166,19 +166,19 @@ async def test_a_free_slot_is_waited_for() -> None:
     await asyncio.sleep(0.05)
     assert not call.done()
     busy.sem.release()
-    assert (await asyncio.wait_for(call, 1)).choices[0].message.content == "busy"
+    assert (await asyncio.wait_for(call, 10)).choices[0].message.content == "busy"
 
 
 async def test_load_spreads_and_no_slot_waits_for_a_clock(tiny_tokenizer: Any) -> None:
-    with HarnessServer(latency_s=0.01) as first, HarnessServer(latency_s=0.01) as second:
+    with HarnessServer(latency_s=0.03) as first, HarnessServer(latency_s=0.03) as second:
         manager = ServerManager(
             [_config(first, num_max_requests_at_once=2), _config(second, num_max_requests_at_once=2)]
         )
         started = time.monotonic()
         await asyncio.gather(*(manager.chat_completion(messages=MESSAGES) for _ in range(40)))
-        assert time.monotonic() - started < 0.9
+        assert time.monotonic() - started < 5  # one-second polls would take ten
         assert (first.max_in_flight, second.max_in_flight) == (2, 2)
-        assert abs(len(first.requests) - len(second.requests)) <= 6
+        assert min(len(first.requests), len(second.requests)) >= 10
         await manager.aclose()
 
 
@@ -191,27 +191,27 @@ async def test_waiting_training_calls_are_not_woken_by_evaluation_slots(harness:
     evaluation = asyncio.create_task(manager.chat_completion(messages=MESSAGES, split="eval"))
     await asyncio.sleep(0.02)
     server.eval_sem.release()
-    await asyncio.wait_for(evaluation, 2)
+    await asyncio.wait_for(evaluation, 10)
     assert not train.done()
     server.sem.release()
-    await asyncio.wait_for(train, 2)
+    await asyncio.wait_for(train, 10)
     await manager.aclose()
 
 
 async def test_a_growing_weight_wakes_every_call_it_admits(harness: HarnessServer) -> None:
-    harness.latency_s = 0.05
+    harness.latency_s = 0.5
     manager = ServerManager([_config(harness, num_max_requests_at_once=8)])
     await manager.update_weight(0.1)
     calls = [asyncio.create_task(manager.chat_completion(messages=MESSAGES)) for _ in range(8)]
     await asyncio.sleep(0.01)
     await manager.update_weight(1.0)
-    await asyncio.wait_for(asyncio.gather(*calls), 3)
+    await asyncio.wait_for(asyncio.gather(*calls), 10)
     assert harness.max_in_flight == 8
     await manager.aclose()
 
 
 async def test_evaluation_does_not_take_training_slots(harness: HarnessServer) -> None:
-    harness.latency_s = 0.02
+    harness.latency_s = 0.05
     manager = ServerManager([_config(harness, num_max_requests_at_once=8, num_requests_for_eval=2)])
     await asyncio.gather(*(manager.chat_completion(messages=MESSAGES, split="eval") for _ in range(8)))
     assert harness.max_in_flight == 2
@@ -238,7 +238,7 @@ async def test_a_dead_server_is_replaced_by_a_living_one(harness: HarnessServer,
     started = time.monotonic()
     reply = await manager.chat_completion(messages=MESSAGES)
     assert reply.choices[0].message.content
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10
     assert [server.server_healthy for server in manager.servers] == [False, True]
     await manager.chat_completion(messages=MESSAGES)
     assert len(harness.requests) == 2
@@ -266,7 +266,7 @@ async def test_all_servers_down_is_said_with_names(free_port: int, caplog: pytes
     started = time.monotonic()
     with pytest.raises(InferenceUnavailableError) as caught:
         await manager.chat_completion(messages=MESSAGES)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 10
     assert all(url in str(caught.value) for url in urls)
     assert "cannot be reached" in str(caught.value)
     with pytest.raises(InferenceUnavailableError, match="all 2 inference servers are down"):
@@ -287,7 +287,7 @@ async def test_recovery_ends_the_wait(harness: HarnessServer) -> None:
     assert not second.done()
     harness.start()
     for task in (call, second):
-        assert (await asyncio.wait_for(task, 5)).choices
+        assert (await asyncio.wait_for(task, 10)).choices
     await manager.aclose()
 
 
@@ -347,6 +347,22 @@ async def test_a_session_survives_the_death_of_its_server(tiny_tokenizer: Any) -
         sent = living.bodies("/generate")[0]["prompt"]["prompt_token_ids"]
         assert node.tokens[: len(sent)] == sent
         assert sum(1 for mask in node.masked_tokens if mask == tiny_tokenizer.eos_token_id) == 2
+        await manager.aclose()
+
+
+@pytest.mark.usefixtures("quick_retries")
+async def test_a_session_leaves_a_server_that_keeps_failing(tiny_tokenizer: Any) -> None:
+    with HarnessServer(tokenizer=tiny_tokenizer) as failing, HarnessServer(tokenizer=tiny_tokenizer) as living:
+        manager = ServerManager([_config(server, server_type="vllm") for server in (failing, living)])
+        failing.fail_next(100, status=500)
+        async with manager.managed_server(tokenizer=tiny_tokenizer) as managed:
+            await managed.chat_completion(messages=MESSAGES)
+            assert managed.server is manager.servers[1]
+            assert [server.num_open_sessions for server in manager.servers] == [0, 1]
+            living.fail_next(100, status=500)
+            with pytest.raises(InferenceServerError, match="500"):
+                await managed.chat_completion(messages=MESSAGES)
+        assert [server.num_open_sessions for server in manager.servers] == [0, 0]
         await manager.aclose()
 
 
