@@ -14,8 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from atroposlib.api.binary import encode_group
+from atroposlib.api.schemas import BINARY_TYPE
 from rollout_process import Reply, ServerProcess
 
 FIELDS = [
@@ -683,3 +686,40 @@ def test_text_that_is_not_utf8_never_reaches_a_batch(started: ServerProcess, fie
 def test_half_a_surrogate_pair_is_echoed(started: ServerProcess) -> None:
     assert post(started, group(images="\ud800 ok")).status == 200
     assert started.call("GET", "/latest_example").json()["images"] == "\ud800 ok"
+
+
+@pytest.mark.parametrize("value", [msgspec.msgpack.Ext(5, b"x"), {None: 1}, [{"a": {("b",): 1}}]])
+def test_a_binary_group_that_json_cannot_say_is_refused(started: ServerProcess, value: Any) -> None:
+    fields = msgspec.msgpack.decode(encode_group(group()))
+    body = msgspec.msgpack.encode({**fields, "images": value})
+    reply = post(started, None, raw=body, headers={"Content-Type": BINARY_TYPE})
+    assert reply.status == 422
+    assert reply.json()["detail"][0]["loc"] == ["body", "images"]
+
+
+@pytest.mark.parametrize("form", ["json", "binary"])
+@pytest.mark.parametrize("env_id", [-1, -(2**40), 2**31, 2**63, 2**64, 10**30])
+def test_any_number_as_env_id_has_an_answer_and_harms_nothing(started: ServerProcess, form: str, env_id: int) -> None:
+    if form == "json":
+        reply = post(started, group(env_id=env_id))
+    else:
+        try:
+            body = encode_group(group(env_id=env_id))
+        except (OverflowError, ValueError):
+            pytest.skip("the binary form has no such number")
+        reply = post(started, None, raw=body, headers={"Content-Type": BINARY_TYPE})
+    assert reply.status in (200, 422)
+    for _ in range(2):
+        assert post(started, group()).status == 200
+    assert batch_of(started) is not None
+
+
+def test_a_binary_group_comes_back_as_json_to_those_who_read_json(started: ServerProcess) -> None:
+    logprobs = [[-0.5, 1.0, -0.25]] * 4
+    sent = group(inference_logprobs=logprobs, advantages=[[0.5], []], env_id=0, generation_params={"t": 1.5})
+    for _ in range(2):
+        reply = post(started, None, raw=encode_group(sent), headers={"Content-Type": BINARY_TYPE})
+        assert reply.json() == {"status": "received"}
+    groups = batch_of(started)
+    assert groups is not None
+    assert groups[0] == {**dict.fromkeys(FIELDS), **sent}

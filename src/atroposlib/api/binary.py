@@ -97,6 +97,8 @@ def _check(payload: bytes) -> WireGroup:
             if "role" not in message or "content" not in message:
                 raise WireError(f"message {turn} of sequence {sequence} needs role and content", "messages", sequence, turn, kind="missing")
     check_extras(len(sizes), group.policy_versions, group.reward_components)
+    for name in _MESSAGE_FIELDS:
+        _check_sayable(getattr(group, name), name)
     return WireGroup(
         payload=payload,
         binary=True,
@@ -108,6 +110,16 @@ def _check(payload: bytes) -> WireGroup:
         policy_versions=group.policy_versions,
         reward_components=group.reward_components,
     )
+
+
+def _check_sayable(value: Any, name: str) -> None:
+    """What a client sends in the binary form, another may ask for as JSON."""
+    if value is None:
+        return
+    try:
+        msgspec.json.encode(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WireError(f"'{name}' holds something that JSON has no word for ({error}); send numbers, text, lists, maps", name) from None
 
 
 def _items(data: memoryview, kind: str, name: str) -> list[Any]:

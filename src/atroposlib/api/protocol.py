@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from atroposlib.api.hot_routes import REFUSALS, HotRoutes, answer_one, refusal_reply
+from atroposlib.api.hot_routes import HotRoutes, answer_one, refusal_reply
 
 _HEAD = re.compile(rb"POST (/scored_data|/scored_data_list) HTTP/1\.1\r\n")
 _END = b"\r\n\r\n"
@@ -146,7 +146,7 @@ class RolloutProtocol(HttpToolsProtocol):
         if post.path == "/scored_data" and not post.encoding and self.hot.is_quick(whole, post.content_type):
             try:
                 answer = self.hot.take_one(whole, post.content_type)
-            except REFUSALS as error:
+            except Exception as error:  # the boundary of a request: whatever went wrong, the client hears of it
                 self._reply(post, *refusal_reply(error))
                 return
             if isinstance(answer, int):

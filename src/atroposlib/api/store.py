@@ -217,7 +217,9 @@ class RolloutStore:
         )
 
     def check_size(self, group: WireGroup) -> None:
-        """Refuse a group that no batch could hold."""
+        """Refuse a group that no batch could hold, or from an environment that cannot be."""
+        if group.env_id is not None and abs(group.env_id) >= 2**63:
+            raise WireError(f"env_id is {group.env_id}; it is the number that /register-env answered", "env_id")
         if self.registration is not None and group.size > self.registration.batch_size:
             raise WireError(
                 f"the group has {group.size} sequences and a batch holds {self.registration.batch_size}, so it could never be "
