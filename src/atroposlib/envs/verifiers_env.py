@@ -28,8 +28,11 @@ from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.envs.foreign_env import ForeignEnv
 from atroposlib.envs.groups import group_from_items
 from atroposlib.envs.scored_rollout import scored_item
+from atroposlib.envs.server_handling.managed_sessions import allows_dummy_sessions
+from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.recorded_endpoint import RecordedEndpoint
 from atroposlib.envs.worker_process import WorkerProcess
+from atroposlib.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,7 @@ class VerifiersEnv(ForeignEnv):
         return config, [APIServerConfig(model_name="default", base_url="http://localhost:9001/v1", server_type="vllm")]
 
     async def setup(self) -> None:
+        require_exact_tokens(self.server.servers)
         model = getattr(getattr(self.server.servers[0], "config", None), "model_name", "default")
         self.endpoint = RecordedEndpoint(
             self.server, self.tokenizer, model_name=model, tool_parser=self.config.tool_parser
@@ -175,6 +179,16 @@ class VerifiersEnv(ForeignEnv):
         metrics["train/num_failed_rollouts"] = self.num_failed_rollouts
         self.rollout_metrics = []
         await super().wandb_log(metrics)
+
+
+def require_exact_tokens(servers: list[Any]) -> None:
+    """Refuse servers that give no token ids: what is recorded there could not be trained on."""
+    without = [server for server in servers if isinstance(server, OpenAIServer)]
+    if without and not allows_dummy_sessions():
+        raise ConfigError(
+            f"{without[0].label} gives no exact tokens (server_type 'openai'); set --openai.server_type to vllm or sglang if it is "
+            "one of those, or ATROPOS_ALLOW_DUMMY_MANAGED_SERVER=1 to evaluate with placeholder tokens"
+        )
 
 
 def split_tasks(info: dict[str, Any], num_eval_tasks: int, seed: int) -> tuple[Iterator[int], list[int]]:

@@ -225,10 +225,22 @@ def _with_defaults(name: str, arguments: dict[str, Any], endpoint: dict[str, Any
 def load(name: str, arguments: dict[str, Any], endpoint: dict[str, Any], api: str) -> Any:
     """The environment under the API it was written for: a module with ``load_environment`` is of the older kind."""
     if api == "auto":
-        module = importlib.import_module(name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_"))
-        api = "legacy" if hasattr(module, "load_environment") else "v1"
+        api = "legacy" if _is_older(name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")) else "v1"
     kinds = {"v1": CurrentEnvironment, "legacy": OlderEnvironment}
     return kinds[api](name, arguments, endpoint)
+
+
+def _is_older(module_name: str) -> bool:
+    """Whether the environment's module offers ``load_environment`` to a package that still has that API."""
+    import verifiers
+
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name:
+            raise
+        return False  # one of the task sets that come with the package
+    return hasattr(module, "load_environment") and hasattr(verifiers, "load_environment")
 
 
 class Worker:

@@ -29,7 +29,7 @@ from atroposlib.cli.serve_verifiers import parse, settings_of
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.server_handling.recorded_endpoint import RecordedEndpoint
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.envs.verifiers_env import VerifiersConfig, VerifiersEnv, split_tasks
+from atroposlib.envs.verifiers_env import VerifiersConfig, VerifiersEnv, require_exact_tokens, split_tasks
 from atroposlib.envs.worker_process import WorkerProcess
 from atroposlib.errors import ConfigError, WorkerError
 from atroposlib.testing.api import serve_api
@@ -177,6 +177,15 @@ async def test_worker_process_errors(tmp_path: Path) -> None:
     await worker.stop()
     with pytest.raises(WorkerError, match="cannot start"):
         await WorkerProcess([str(tmp_path / "nothing")]).call("echo")
+
+
+async def test_servers_without_tokens_are_refused(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = VerifiersConfig(tokenizer_name=tiny_tokenizer.name_or_path, use_wandb=False, verifiers_env="x")
+    env = VerifiersEnv(config, [APIServerConfig(base_url="http://127.0.0.1:1/v1", api_key="x", health_check=False)])
+    with pytest.raises(ConfigError, match="no exact tokens"):
+        await env.setup()
+    monkeypatch.setenv("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER", "1")
+    require_exact_tokens(env.server.servers)
 
 
 def test_split_tasks() -> None:
