@@ -42,11 +42,10 @@ class Compactor:
         self._scheduled = False
 
     def add(self, key: int, spans: Spans) -> None:
-        """This group was stored; these parts of its payload hold blanks."""
+        """This group was stored; these parts of its payload hold blanks (maybe none: then only freed memory is given back)."""
         group = self._store.groups.get(key)
-        if group is None:
-            return
-        self._waiting.append((group, spans))
+        if spans and group is not None:
+            self._waiting.append((group, spans))
         self._last_added = time.monotonic()
         if not self._scheduled:
             self._schedule(QUIET_S)
@@ -69,7 +68,7 @@ class Compactor:
         if self._waiting:
             self._schedule(0.001)
         else:
-            _give_pages_back()
+            asyncio.get_running_loop().run_in_executor(None, _give_pages_back)
 
 
 def _give_pages_back() -> None:

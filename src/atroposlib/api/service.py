@@ -252,8 +252,7 @@ class RolloutService:
         def apply(location: Location) -> int:
             answer = store.add_group(event, group.payload, location)
             store.notify_group(event, group)
-            if group.blanks:
-                self._compactor.add(event.key, group.blanks)
+            self._compactor.add(event.key, group.blanks)
             return answer
 
         if self.journal is None:
