@@ -11,9 +11,7 @@ Subclass it, write ``setup``, ``get_next_item``, ``collect_trajectory`` (or ``co
 from __future__ import annotations
 
 import asyncio
-import gzip
 import inspect
-import json
 import logging
 import sys
 from abc import ABC, abstractmethod
@@ -24,7 +22,7 @@ from atroposlib.envs import env_metrics, eval_log, submission
 from atroposlib.envs.env_checkpoint import load_env_checkpoint, newest_checkpoint, save_env_checkpoint
 from atroposlib.envs.env_config import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.env_runner import EnvRunner
-from atroposlib.envs.group_writer import JsonlWriter, to_plain, unused_path
+from atroposlib.envs.group_writer import JsonlWriter, unused_path
 from atroposlib.envs.groups import group_from_items
 from atroposlib.envs.process_runner import ProcessRunner
 from atroposlib.envs.server_handling.policy_versions import record_policy_versions
@@ -415,12 +413,7 @@ class BaseEnv(ABC):
 
     def _post_json_with_compression(self, session: Any, url: str, payload: Any, *, minimum_size: int = 1024) -> Any:
         """``session.post`` of a JSON body, gzipped when that makes it smaller; returns the un-awaited request."""
-        body = json.dumps(payload, default=to_plain).encode()
-        headers = {"Content-Type": "application/json"}
-        if len(body) >= minimum_size:
-            packed = gzip.compress(body, compresslevel=1)
-            if len(packed) < len(body):
-                body, headers["Content-Encoding"] = packed, "gzip"
+        body, headers = submission.packed_json(payload, minimum_size)
         return session.post(url, data=body, headers=headers)
 
     # ------------------------------------------------------------------ the three commands
@@ -434,12 +427,23 @@ class BaseEnv(ABC):
         await ProcessRunner(self).run()
 
     async def _run_evaluate(self) -> Any:
-        """Evaluate once."""
+        """Evaluate once; with wandb the metrics are logged there, too."""
         await self.setup()
+        self.start_own_wandb_run()
         try:
-            return await self.evaluate()
+            result = await self.evaluate()
+            if self.config.use_wandb:
+                await self.wandb_log({})
+            return result
         finally:
             await self.close_servers()
+
+    def start_own_wandb_run(self) -> None:
+        """A wandb run without a trainer (process, evaluate), named after the environment."""
+        if self.config.use_wandb:
+            self.config.use_wandb = env_metrics.start_wandb(
+                name=env_metrics.run_name(self.name or self.display_name), config=self.config.model_dump(mode="json")
+            )
 
     async def close_servers(self) -> None:
         """Close the connections to the inference servers."""

@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.envs import env_metrics, groups
+from atroposlib.envs import groups
 from atroposlib.envs.server_handling.policy_versions import record_policy_versions
 from atroposlib.errors import AtroposError
 
@@ -41,7 +41,7 @@ class ProcessRunner:
         """Make the groups, close the file, write the page; an error when not one group came out."""
         env = self.env
         await env.setup()
-        self._start_wandb()
+        env.start_own_wandb_run()
         env.curr_step = 0
         env.config.group_size = env.group_size_to_process or env.config.group_size
         try:
@@ -53,16 +53,6 @@ class ProcessRunner:
             await env.close_servers()
         self._write_page()
         self._judge()
-
-    def _start_wandb(self) -> None:
-        env = self.env
-        if env.config.use_wandb:
-            env.config.use_wandb = env_metrics.start_wandb(
-                name=env_metrics.run_name(env.name or env.display_name),
-                project=None,
-                group=None,
-                config=env.config.model_dump(mode="json"),
-            )
 
     async def _make_groups(self, progress: Progress, bar: TaskID) -> None:
         env = self.env

@@ -7,6 +7,8 @@ A group that fails a check is counted under its reason. A group the rollout serv
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import logging
 import uuid
 from collections.abc import Mapping
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs import groups
 from atroposlib.envs.env_checkpoint import checkpoint_folder
-from atroposlib.envs.group_writer import JsonlWriter
+from atroposlib.envs.group_writer import JsonlWriter, to_plain
 from atroposlib.errors import RolloutRejectedError
 
 if TYPE_CHECKING:
@@ -125,3 +127,14 @@ def rejected_path(env: BaseEnv) -> Path:
     if env.config.data_path_to_save_groups:
         return Path(env.config.data_path_to_save_groups).parent / REJECTED_FILE
     return Path(REJECTED_FILE)
+
+
+def packed_json(payload: Any, minimum_size: int) -> tuple[bytes, dict[str, str]]:
+    """A JSON body and its headers; gzipped from ``minimum_size`` bytes on when that makes it smaller."""
+    body = json.dumps(payload, default=to_plain).encode()
+    headers = {"Content-Type": "application/json"}
+    if len(body) >= minimum_size:
+        packed = gzip.compress(body, compresslevel=1)
+        if len(packed) < len(body):
+            return packed, {**headers, "Content-Encoding": "gzip"}
+    return body, headers

@@ -208,6 +208,27 @@ async def test_evaluation_records(tiny_tokenizer_dir: Path, tmp_path: Path, caps
     assert "accuracy" in capsys.readouterr().out
 
 
+async def test_evaluate_alone_logs_its_metrics(tiny_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    import wandb
+
+    class Measured(NumbersEnv):
+        async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+            await super().wandb_log({**(wandb_metrics or {}), "eval/accuracy": 0.5})
+
+    runs: list[dict[str, Any]] = []
+    logged: list[dict[str, Any]] = []
+    monkeypatch.setattr(wandb, "init", lambda **settings: runs.append(settings))
+    monkeypatch.setattr(wandb, "log", lambda metrics, step: logged.append(metrics))
+    env = make_env(tiny_tokenizer_dir, None, Measured, use_wandb=True)
+    await env._run_evaluate()
+    assert env.evaluations == [0]
+    assert runs[0]["name"].startswith("numbers-")
+    assert logged[0]["eval/accuracy"] == 0.5
+    silent = make_env(tiny_tokenizer_dir, None, Measured, use_wandb=False)
+    await silent._run_evaluate()
+    assert len(runs) == len(logged) == 1
+
+
 async def test_the_evaluation_pool_is_bounded_and_in_order(tiny_tokenizer_dir: Path):
     env = make_env(tiny_tokenizer_dir, max_eval_workers=3)
     running = most = 0
