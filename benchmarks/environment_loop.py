@@ -4,7 +4,7 @@ One environment, 128 workers, groups of 8 rollouts, each rollout a chat of three
 once: a bare loopback process plays the inference server (OpenAI chat route) and the rollout server. What is measured
 is the environment's own cost: the loop, the server manager, the HTTP client, the hand-over of each group.
 
-The same environment code runs on this library and on atroposlib 0.4.0, alternating in one session, with the same
+The same environment code runs on this library and on atroposlib 0.4.0, alternating in one run, with the same
 versions of every dependency (the old library gets a virtual environment of its own under .cache/, made at the first
 run). Measured from the first rollout to the end of the last group of two full waves of workers. Reported: groups per
 second of wall time, and milliseconds of the environment process's CPU time per group (which other work on the machine
