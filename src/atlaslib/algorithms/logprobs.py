@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from atlaslib.algorithms import head_kernels
+
 CPU_CHUNK_ELEMENTS = 64 * 1024 * 1024
 CUDA_CHUNK_ELEMENTS = 512 * 1024 * 1024
 """With no chunk size given, a chunk holds at most this many logits (256 MiB and 2 GiB in float32)."""
@@ -67,7 +69,7 @@ def token_logprobs(
     )
     logprobs, entropy = cast(
         tuple[torch.Tensor, torch.Tensor],
-        _HeadLogprobs.apply(hidden, weight, bias, targets, inverse.contiguous(), call),
+        _HeadLogprobs.apply(hidden, weight, bias, targets, inverse.contiguous(), call),  # type: ignore[no-untyped-call]
     )
     return TokenLogprobs(logprobs if target_ids.dim() == 2 else logprobs.squeeze(1), entropy if with_entropy else None)
 
@@ -136,12 +138,18 @@ class _HeadLogprobs(torch.autograd.Function):
             for start in range(0, num_tokens, call.chunk_size):
                 part = slice(start, start + call.chunk_size)
                 raw = _linear(hidden[part], weight, bias, call)
-                logits = _logits(raw, inverse[part], call)
-                lse[part] = torch.logsumexp(logits, dim=-1)
-                logprobs[part] = logits.gather(1, targets[part]) - lse[part].unsqueeze(1)
-                if call.with_entropy:
-                    log_p = logits.sub_(lse[part].unsqueeze(1))
-                    entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
+                fused = _fused_logsumexp(raw, inverse[part], call)
+                if fused is not None:
+                    lse[part] = fused
+                    factor = (inverse[part] * call.head.logit_scale).unsqueeze(1)
+                    logprobs[part] = raw.gather(1, targets[part]).to(call.wide) * factor - fused.unsqueeze(1)
+                else:
+                    logits = _logits(raw, inverse[part], call)
+                    lse[part] = torch.logsumexp(logits, dim=-1)
+                    logprobs[part] = logits.gather(1, targets[part]) - lse[part].unsqueeze(1)
+                    if call.with_entropy:
+                        log_p = logits.sub_(lse[part].unsqueeze(1))
+                        entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
                 if keep:
                     kept.append(raw)
             ctx.call, ctx.kept = call, kept
@@ -163,25 +171,55 @@ class _HeadLogprobs(torch.autograd.Function):
             for number, start in enumerate(range(0, hidden.shape[0], call.chunk_size)):
                 part = slice(start, start + call.chunk_size)
                 raw = ctx.kept[number] if ctx.kept else _linear(hidden[part], weight, bias, call)
-                logits = _logits(raw, inverse[part], call)
-                slope = _slope(logits, inverse[part], call)
-                grad_logits = _grad_of_logits(
-                    logits.sub_(lse[part].unsqueeze(1)),
+                narrow, exact_bias = _chunk_gradient(
+                    raw,
+                    lse[part],
+                    inverse[part],
                     targets[part],
                     None if grad_logprobs is None else grad_logprobs[part],
                     None if grad_entropy is None else (entropy[part], grad_entropy[part]),
-                ).mul_(slope)
+                    call,
+                )
                 if ctx.kept:
                     ctx.kept[number] = None
-                narrow = grad_logits.to(call.dtype)
                 if grad_hidden is not None:
                     grad_hidden[part] = (narrow @ weight.to(call.dtype)).to(hidden.dtype)
                 if need_weight:
                     grad_weight = _add(grad_weight, narrow.t() @ hidden[part].to(call.dtype), weight.dtype)
                 if need_bias:
-                    grad_bias = _add(grad_bias, grad_logits.sum(0), bias.dtype)
+                    grad_bias = _add(grad_bias, exact_bias.sum(0), bias.dtype)
             ctx.kept = []
             return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _fused_logsumexp(raw: torch.Tensor, inverse: torch.Tensor, call: _Call) -> torch.Tensor | None:
+    """[c] by the CUDA kernel, where it applies."""
+    if call.with_entropy or call.head.softcap is not None or not head_kernels.usable(raw):
+        return None
+    return head_kernels.row_logsumexp(raw, inverse * call.head.logit_scale)
+
+
+def _chunk_gradient(
+    raw: torch.Tensor,
+    lse: torch.Tensor,
+    inverse: torch.Tensor,
+    targets: torch.Tensor,
+    grad_logprobs: torch.Tensor | None,
+    entropy: tuple[torch.Tensor, torch.Tensor] | None,
+    call: _Call,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[c, V] gradient of the raw head output in the compute dtype, and as exact as it was computed; ``raw`` may be overwritten."""
+    single = grad_logprobs is not None and targets.shape[1] == 1 and entropy is None and call.head.softcap is None
+    if single and grad_logprobs is not None and head_kernels.usable(raw):
+        fused = head_kernels.gradient_in_place(
+            raw, inverse * call.head.logit_scale, lse, targets[:, 0], grad_logprobs[:, 0]
+        )
+        if fused is not None:
+            return fused, fused
+    logits = _logits(raw, inverse, call)
+    slope = _slope(logits, inverse, call)
+    exact = _grad_of_logits(logits.sub_(lse.unsqueeze(1)), targets, grad_logprobs, entropy).mul_(slope)
+    return exact.to(call.dtype), exact
 
 
 def _slope(logits: torch.Tensor, inverse: torch.Tensor, call: _Call) -> torch.Tensor:

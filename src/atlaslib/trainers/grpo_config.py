@@ -31,7 +31,7 @@ def parameter(default: Any, documentation: str) -> Any:
 
 
 @dataclass
-class GRPOConfig(TrainingArguments):
+class GRPOConfig(TrainingArguments):  # type: ignore[misc]
     """Parameters of :class:`~atlaslib.trainers.grpo.GRPOTrainer`.
 
     Example: ``GRPOConfig(output_dir="out", model_name_or_path="my/model", num_generations=8, beta=0.0)``
@@ -284,25 +284,26 @@ class GRPOConfig(TrainingArguments):
 
     def _resolve_best_model(self) -> None:
         """``load_best_model_at_end`` needs an evaluation; with one, the save strategy follows the eval strategy."""
-        strategy = str(getattr(self.eval_strategy, "value", self.eval_strategy))
-        if not self.load_best_model_at_end:
+        me: Any = self
+        strategy = str(getattr(me.eval_strategy, "value", me.eval_strategy))
+        if not me.load_best_model_at_end:
             return
         if strategy == "no":
             logger.info("load_best_model_at_end has no effect: no evaluation is configured (eval_strategy='no')")
-            self.load_best_model_at_end = False
+            me.load_best_model_at_end = False
             return
-        if str(getattr(self.save_strategy, "value", self.save_strategy)) != "best":
-            self.save_strategy = strategy
-        eval_steps = self.eval_steps or self.logging_steps
-        if strategy == "steps" and self.save_steps >= 1 and eval_steps >= 1 and self.save_steps % eval_steps:
-            aligned = math.ceil(self.save_steps / eval_steps) * eval_steps
+        if str(getattr(me.save_strategy, "value", me.save_strategy)) != "best":
+            me.save_strategy = strategy
+        eval_steps = me.eval_steps or me.logging_steps
+        if strategy == "steps" and me.save_steps >= 1 and eval_steps >= 1 and me.save_steps % eval_steps:
+            aligned = math.ceil(me.save_steps / eval_steps) * eval_steps
             logger.info(
                 "save_steps %s becomes %s, a multiple of eval_steps %s, so that the best model can be saved",
-                self.save_steps,
+                me.save_steps,
                 aligned,
                 eval_steps,
             )
-            self.save_steps = aligned
+            me.save_steps = aligned
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """``warmup_steps`` when set (below 1: a share), else ``warmup_ratio`` of all steps."""

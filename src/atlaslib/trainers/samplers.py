@@ -166,7 +166,7 @@ class SamplerHost:
             self._trainer.processing_class,
             config.policy_model_name,
             host=config.policy_server_host,
-            port=config.policy_server_port,
+            port=config.policy_server_port or 0,
         )
         logger.info("the policy is served at %s", self._server.url)
 

@@ -62,7 +62,8 @@ class ServiceMode:
             if batch is not None:
                 self._log(batch)
                 samples = self._mask_truncated(batch.samples)
-        return run_state.broadcast(self._trainer.accelerator, samples)
+        shared: list[TrainingSample] | None = run_state.broadcast(self._trainer.accelerator, samples)
+        return shared
 
     def commit(self, step: int) -> None:
         """The checkpoint of ``step`` is on disk."""
