@@ -19,7 +19,7 @@ from atlaslib.launch.quickstart_model import build_quickstart_model
 from atlaslib.launch.supervisor import Supervisor
 from atroposlib.api.run_log import read_run_log
 
-ENVIRONMENT = "repeatletters"
+ENVIRONMENT = "repeat_letters"
 
 
 @pytest.fixture(scope="module")

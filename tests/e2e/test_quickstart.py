@@ -71,7 +71,7 @@ def test_it_leaves_model_checkpoint_metrics_and_report(run: tuple[Path, str]) ->
         "server.log",
         "prepare.log",
         "trainer.log",
-        "repeatletters.log",
+        "repeat_letters.log",
     }
 
 

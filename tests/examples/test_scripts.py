@@ -46,7 +46,7 @@ def test_train_teacher(tmp_path: Path) -> None:
 
 
 def test_distill(tmp_path: Path) -> None:
-    output = run(tmp_path, example("distill.py"), "--steps", "4", "--warmup-steps", "20", "--output", "out")
+    output = run(tmp_path, example("distill.py"), "--steps", "12", "--warmup-steps", "60", "--output", "out")
     before, after = (float(value) for value in re.findall(r"(-?\d+\.\d+) (?:before|after)", output))
     assert after > before
 

@@ -18,6 +18,8 @@ from rich.text import Text
 
 from atlaslib.errors import AtroposError
 
+SAY_EVERY_S = 30.0
+"""Without a terminal: a line at least this often, so that a run that waits shows for what."""
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -90,7 +92,8 @@ class RunDisplay:
         self.started = time.time()
         self._history: Any = None
         self._next = 0.0
-        self._told_step = -1
+        self._told_step = 0
+        self._told = time.monotonic()
         use_live = self.console.is_terminal if live is None else live
         self._live = Live(console=self.console, refresh_per_second=4, transient=False) if use_live else None
         if self._live is not None:
@@ -111,8 +114,8 @@ class RunDisplay:
         self._read()
         if self._live is not None:
             self._live.update(self.render())
-        elif self.state.step >= self._told_step + max(1, self.total_steps // 20):
-            self._told_step = self.state.step
+        elif self.state.step >= self._told_step + max(1, self.total_steps // 20) or now - self._told > SAY_EVERY_S:
+            self._told_step, self._told = self.state.step, now
             self.console.print(f"{time.time() - self.started:6.1f} s  {self.line()}", highlight=False, markup=False)
 
     def close(self) -> None:
@@ -157,6 +160,7 @@ class RunDisplay:
             ("tokens/s", _sampled(state), ".0f"),
             ("staleness", state.latest.get("trainer rollout/staleness_mean"), ".1f"),
             ("queue", state.latest.get("server queue/groups"), ".0f"),
+            ("rejected", state.find(" rollout/num_groups_rejected") or None, ".0f"),
         ]
 
     def render(self) -> Panel:

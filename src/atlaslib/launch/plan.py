@@ -268,10 +268,11 @@ def env_names(plan: RunPlan) -> list[list[str]]:
     taken: set[str] = set()
     names = []
     for environment in plan.environments:
-        base = (
-            environment.name
-            or re.sub(r"\W+", "_", environment.path.rpartition(":")[2] or Path(environment.path).stem).lower()
+        place, _, class_name = (
+            environment.path.partition(".py:") if ".py:" in environment.path else environment.path.partition(":")
         )
+        words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name or Path(place).stem)
+        base = environment.name or re.sub(r"\W+", "_", words).lower()
         while base in taken:
             base += "_2"
         taken.add(base)

@@ -82,7 +82,14 @@ class OneTurnEnv(BaseEnv):
                 messages=messages, n=self.config.group_size, max_tokens=self.config.max_new_tokens, temperature=1.0
             )
             nodes = managed.get_state()["nodes"]
-        group: dict[str, Any] = {"tokens": [], "masks": [], "scores": [], "inference_logprobs": [], "messages": []}
+        group: dict[str, list[Any]] = {
+            "tokens": [],
+            "masks": [],
+            "scores": [],
+            "inference_logprobs": [],
+            "messages": [],
+            "policy_versions": [],
+        }
         components: dict[str, list[float]] = {}
         for choice, node in zip(reply.choices, nodes, strict=True):
             answer = choice.message.content or ""
@@ -91,6 +98,7 @@ class OneTurnEnv(BaseEnv):
             group["masks"].append(node.masked_tokens)
             group["inference_logprobs"].append(node.logprobs)
             group["scores"].append(sum(parts.values()))
+            group["policy_versions"].append(node.metadata.get("policy_versions") or [])
             group["messages"].append([*messages, {"role": "assistant", "content": answer}])
             for name, value in parts.items():
                 components.setdefault(name, []).append(value)
