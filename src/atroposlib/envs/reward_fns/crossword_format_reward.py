@@ -46,7 +46,7 @@ class CrosswordFormatReward(RewardFunction):
         return self.reward_value
 
     def _is_valid(self, word: str) -> bool:
-        return set(word.rstrip(",.;").upper()) <= self.valid_chars
+        return set(word.rstrip(",.;:!?").upper()) <= self.valid_chars
 
 
 def crossword_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float | None]:

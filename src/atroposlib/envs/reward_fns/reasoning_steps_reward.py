@@ -12,10 +12,10 @@ from atroposlib.envs.reward_fns.reward_function import RewardFunction
 PATTERN_WEIGHTS = {"numbered_steps": 0.5, "list_numbers": 0.5, "bullet_points": 0.4, "transition_words": 0.3}
 PATTERNS = {
     "numbered_steps": re.compile(r"\bstep\s+\d+", re.IGNORECASE),
-    "list_numbers": re.compile(r"^\s*\d+[.)]\s", re.MULTILINE),
+    "list_numbers": re.compile(r"^\s*\d+\.\s", re.MULTILINE),
     "bullet_points": re.compile(r"^\s*[-*•]\s", re.MULTILINE),
     "transition_words": re.compile(
-        r"\b(?:first|firstly|second|secondly|third|thirdly|next|then|finally|therefore|thus|hence|because|consequently)\b",
+        r"\b(?:first|second|third|next|then|finally|lastly|subsequently|initially)\b",
         re.IGNORECASE,
     ),
 }
