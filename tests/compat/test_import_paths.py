@@ -29,8 +29,7 @@ NAMES = {
     "atroposlib.utils.metrics": "get_std_min_max_avg",
     "atroposlib.api": "app",
     "atroposlib.api.server": (
-        "app MIN_ENV_WEIGHT GZipRequestMiddleware Registration RegisterEnv EnvIdentifier ScoredData Status Info "
-        "_scored_data_to_dict _process_scored_data"
+        "app MIN_ENV_WEIGHT GZipRequestMiddleware Registration RegisterEnv EnvIdentifier ScoredData Status Info"
     ),
     "atroposlib.api.utils": (
         "find_groups_summing_to_target grab_exact_from_heterogeneous_queue grab_batch_with_minimum_allocations"
