@@ -219,7 +219,7 @@ class Load:
         ]
 
 
-def drive(port: int, core: int, *loads: Load, limit_s: float = 300) -> dict[str, dict[str, Any]]:
+def drive(port: int, core: int, *loads: Load, limit_s: float = 1800) -> dict[str, dict[str, Any]]:
     """Run the load generator; its report per name."""
     command = [str(load_generator()), str(port), str(limit_s)]
     for load in loads:
