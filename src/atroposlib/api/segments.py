@@ -29,6 +29,8 @@ _MAX_EVENT = 64 * 2**20
 
 Location = tuple[int, int, int]
 
+_sync = getattr(os, "fdatasync", os.fsync)
+
 
 def record_bytes(lsn: int, event: bytes, payload: bytes) -> bytes:
     """Head and event of a record; the payload is written after it."""
@@ -159,7 +161,7 @@ class Segments:
     def sync(self) -> None:
         """Force what was written to the disk."""
         if self._fd is not None:
-            os.fdatasync(self._fd)
+            _sync(self._fd)
 
     def delete_dead(self, live: set[int], covered_lsn: int) -> None:
         """Delete segments that hold no needed group and only records up to `covered_lsn`."""

@@ -7,6 +7,7 @@ memory unless a data folder is named; `run-api` makes its own with the options i
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -21,7 +22,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from atroposlib import __version__
-from atroposlib.api import binary
+from atroposlib.api import binary, native_scan
 from atroposlib.api.environments import MIN_ENV_WEIGHT
 from atroposlib.api.hot_routes import HOT_PATHS, HotRoutes
 from atroposlib.api.journal import Durability, Journal
@@ -42,6 +43,7 @@ from atroposlib.api.protocol import RolloutProtocol, protocol_for
 from atroposlib.api.schemas import (
     BINARY_TYPE,
     EMPTY_EXAMPLE,
+    GROUP_FIELDS,
     BatchAck,
     BatchCommit,
     EnvIdentifier,
@@ -116,6 +118,7 @@ def create_app(service: RolloutService | RolloutStore, settings: ServerSettings 
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await asyncio.to_thread(native_scan.prepare)
         await service.open()
         try:
             yield
@@ -306,6 +309,11 @@ def _add_seen_routes(api: FastAPI, service: RolloutService) -> None:
         """Counters and gauges for Prometheus."""
         text = prometheus_text(service, api.state.requests)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+
+def _scored_data_to_dict(scored_data: ScoredData) -> dict[str, Any]:
+    """A group as it is in a batch; kept for code that imports it from here."""
+    return {name: getattr(scored_data, name) for name in GROUP_FIELDS}
 
 
 def _document_hot_routes(api: FastAPI) -> None:

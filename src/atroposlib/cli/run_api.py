@@ -68,7 +68,6 @@ def check(options: argparse.Namespace) -> None:
 
 def serve(options: argparse.Namespace) -> int:
     """Run the server until it is told to stop."""
-    from atroposlib.api import native_scan
     from atroposlib.api.server import ServerSettings, build_app
     from atroposlib.frontend.live.attach import attach_live_page, open_run_log
 
@@ -93,7 +92,6 @@ def serve(options: argparse.Namespace) -> int:
         attach_live_page(app, run_log)
     if (journal := app.state.service.journal) is not None:
         journal.take_folder()
-    native_scan.prepare()
     server = server_for(app, options.log_level)
     where = "in memory" if settings.data_dir is None else f"journal in {settings.data_dir.resolve()} ({settings.durability})"
     print(f"rollout server on http://{host}:{port} ({where})", flush=True)
