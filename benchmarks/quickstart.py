@@ -27,9 +27,8 @@ def measure(seed: int, steps: int, folder: Path, extra: list[str]) -> dict[str, 
     """One quickstart."""
     run_dir = folder / f"seed{seed}"
     started = time.time()
-    command = [
-        sys.executable, "-m", "atroposlib.cli.main", "quickstart", "--plain", "--fresh", "--seed", str(seed), "--steps", str(steps), "--run-dir", str(run_dir), *extra
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "atroposlib.cli.main", "quickstart", "--plain", "--fresh", "--seed", str(seed)]
+    command += ["--steps", str(steps), "--run-dir", str(run_dir), *extra]
     with (folder / f"seed{seed}.log").open("w") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
     total = time.time() - started

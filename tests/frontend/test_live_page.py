@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import uvicorn
+from browser import INSTALLED, Browser
 
 from atroposlib.api.observer import GroupEvent
 from atroposlib.api.run_log import RunLog
 from atroposlib.api.server import ServerSettings, build_app
 from atroposlib.frontend.live.attach import attach_live_page
 from atroposlib.frontend.live.routes import create_view_app
-from browser import INSTALLED, Browser
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(not INSTALLED, reason="needs chromium and chromedriver")]
 
