@@ -166,6 +166,7 @@ def test_wandb_stays_when_configured(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"deterministic": True, "max_staleness": 1}, "max_staleness=0"),
         ({"sync_ref_model": True}, "beta"),
         ({"overlong_cache_length": 9}, "max_completion_length"),
+        ({"max_staleness": 1, "sampler": "transformers"}, "sampler='engine'"),
         ({"auto_find_batch_size": True}, "backprop_accumulation_steps"),
         ({"scale_rewards": "yes"}, "group"),
         ({"policy_server_port": 0, "sampler": "transformers"}, "engine"),
@@ -621,3 +622,19 @@ def test_loss_parameters_reach_the_loss(config: Any) -> None:
         "batch",
     ]
     assert [scale_of(config(loss_type=kind)) for kind in ("grpo", "dr_grpo")] == ["group", "none"]
+
+
+def test_samples_without_advantage_are_not_computed(train: Any, model: Any, tmp_path: Path) -> None:
+    def half(completions: list[str], **_: Any) -> list[float]:
+        return [0.0, 1.0, 0.0, 1.0] + [1.0] * 4
+
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    weights = []
+    for skip in (True, False):
+        model.load_state_dict(start)
+        trainer = train(half, skip_zero_advantages=skip, packing="padded", output_dir=str(tmp_path / str(skip)))
+        line = metrics(trainer)[0]
+        assert line["train/skipped_share"] == (0.5 if skip else 0.0)
+        assert line["train/num_samples"] == 8
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-6)

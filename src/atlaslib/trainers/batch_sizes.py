@@ -68,6 +68,17 @@ def pieces(samples: list[TrainingSample], config: GRPOConfig) -> list[list[Train
     return parts or [[]]
 
 
+def contributing(samples: list[TrainingSample], config: GRPOConfig) -> list[TrainingSample]:
+    """The samples that can change the gradient; all of them when a term applies to every token, or the loss averages locally."""
+    if not config.skip_zero_advantages or config.beta or config.entropy_coef or config.loss_type == "bnpo":
+        return samples
+    return [sample for sample in samples if sample.sft or sample.distill_logprobs is not None or _has_advantage(sample)]
+
+
+def _has_advantage(sample: TrainingSample) -> bool:
+    return any(advantage and trained for advantage, trained in zip(sample.advantages, sample.loss_mask, strict=True))
+
+
 def blank_sample(pad_id: int) -> TrainingSample:
     """A sample that trains nothing, for a process that has no sample but must take part in the step."""
     return TrainingSample(token_ids=[pad_id, pad_id], loss_mask=[False, False], advantages=[0.0, 0.0], reward=0.0)

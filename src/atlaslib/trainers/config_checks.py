@@ -132,6 +132,11 @@ def _check_samplers(config: GRPOConfig) -> None:
             )
         if not config.num_vllm_clients or config.num_vllm_clients < 1:
             raise ConfigError(f"num_vllm_clients is {config.num_vllm_clients}; at least 1 server is needed")
+    ahead = bool(config.max_staleness) and config.rollout_server_url is None
+    if ahead and config.sampler_kind not in {"engine", "vllm_server"}:
+        raise ConfigError(
+            f"max_staleness={config.max_staleness} samples during the update, which {config.sampler_kind!r} cannot: use sampler='engine' or vLLM servers"
+        )
     if config.vllm_guided_decoding_regex and config.sampler_kind not in {"vllm", "vllm_server"}:
         raise ConfigError(f"vllm_guided_decoding_regex works with vLLM only; the sampler is {config.sampler_kind!r}")
     if config.policy_server_port is not None and config.sampler_kind != "engine":

@@ -234,6 +234,10 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]
         None,
         "The same, by the most sequences in one piece.",
     )
+    skip_zero_advantages: bool = parameter(
+        True,
+        "Samples that cannot change the gradient (advantage 0, no KL or entropy term) are counted but not computed.",
+    )
     packing: str = parameter("auto", "padded, packed, shared_prefix, or auto.")
     logprob_chunk_size: int | None = parameter(
         None,

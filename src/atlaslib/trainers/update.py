@@ -48,7 +48,9 @@ class PolicyUpdate:
     def micro_steps(self, samples: list[TrainingSample], count: int, model: Any) -> list[MicroStep]:
         """This process's share of the batch as ``count`` micro-steps; notes what the loss is divided by."""
         world = self._accelerator.num_processes
-        mine = batch_sizes.share(samples, self._accelerator.process_index, world)
+        needed = batch_sizes.contributing(samples, self._config)
+        mine = batch_sizes.share(needed, self._accelerator.process_index, world)
+        self._metrics().put("train/skipped_share", 1.0 - len(needed) / max(len(samples), 1))
         self.totals = StepTotals(
             num_sequences=float(len(samples)),
             num_tokens=float(sum(sample.num_trained_tokens for sample in samples)),
