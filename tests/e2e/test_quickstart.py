@@ -196,6 +196,13 @@ def test_from_an_installed_wheel(tmp_path: Path) -> None:
         check=True,
     )
     assert str(tmp_path / "venv") in where.stdout
+    assert {path.name for path in (tmp_path / "venv").rglob("frontend/live/*.*")} >= {
+        "index.html",
+        "app.js",
+        "charts.js",
+        "reader.js",
+        "style.css",
+    }
     done = atropos("quickstart", "--plain", "--steps", "2", "--run-dir", "run", *SMALL, python=python, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert trained_steps(tmp_path / "run") == [1, 2]

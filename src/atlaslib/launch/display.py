@@ -103,7 +103,9 @@ class RunDisplay:
         """Something happened to a process."""
         self.events.append(text)
         if self._live is None:
-            self.console.print(f"{time.time() - self.started:6.1f} s  {text}", highlight=False, markup=False)
+            self.console.print(
+                f"{time.time() - self.started:6.1f} s  {text}", highlight=False, markup=False, soft_wrap=True
+            )
 
     def tick(self) -> None:
         """Read what is new and show it, twice a second."""
@@ -116,7 +118,9 @@ class RunDisplay:
             self._live.update(self.render())
         elif self.state.step >= self._told_step + max(1, self.total_steps // 20) or now - self._told > SAY_EVERY_S:
             self._told_step, self._told = self.state.step, now
-            self.console.print(f"{time.time() - self.started:6.1f} s  {self.line()}", highlight=False, markup=False)
+            self.console.print(
+                f"{time.time() - self.started:6.1f} s  {self.line()}", highlight=False, markup=False, soft_wrap=True
+            )
 
     def close(self) -> None:
         """Show the last state and leave it on the screen."""

@@ -314,7 +314,9 @@ def write_files(plan: RunPlan) -> None:
             (plan.run_dir / f"env_{name}.yaml").write_text(
                 yaml.safe_dump(env_file_content(plan, environment, name), sort_keys=False)
             )
-    (plan.run_dir / "plan.json").write_text(plan.model_dump_json(indent=1))
+    resolved = plan.run_dir / "plan.json"
+    resolved.touch(mode=0o600)  # it may hold the rollout server's token
+    resolved.write_text(plan.model_dump_json(indent=1))
 
 
 def processes(plan: RunPlan) -> list[ProcessSpec]:

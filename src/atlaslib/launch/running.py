@@ -84,7 +84,7 @@ def run_plan(
     (plan.run_dir / "done.json").unlink(missing_ok=True)
     write_files(plan)
     page = plan.rollout_url + "/live"
-    console.print(f"{title}: run folder {plan.run_dir}, live page {page}", highlight=False)
+    console.print(f"{title}: run folder {plan.run_dir}, live page {page}", highlight=False, soft_wrap=True)
     display = RunDisplay(
         title=title,
         run_dir=plan.run_dir,
@@ -110,7 +110,7 @@ def run_plan(
         finally:
             display.close()
     if failure:
-        console.print(failure, highlight=False, markup=False)
+        console.print(failure, highlight=False, markup=False, soft_wrap=True)
     report = write_report(plan.run_dir)
     _say_goodbye(console, plan, code, report, display)
     return code
@@ -124,13 +124,17 @@ def _tick(display: RunDisplay, told: threading.Event) -> None:
 
 def _say_goodbye(console: Console, plan: RunPlan, code: int, report: Path | None, display: RunDisplay) -> None:
     if code == EXIT_STOPPED:
-        console.print("stopped; the same command goes on from the last checkpoint", highlight=False)
+        console.print("stopped; the same command goes on from the last checkpoint", highlight=False, soft_wrap=True)
     rewards = display.state.reward_by_step
     if rewards:
         steps = sorted(rewards)
         early, late = steps[: max(1, len(steps) // 20)], steps[-max(1, len(steps) // 20) :]
         first, last = (sum(rewards[step] for step in part) / len(part) for part in (early, late))
-        console.print(f"reward {first:.3f} at the start, {last:.3f} at the end, {steps[-1]} steps", highlight=False)
+        console.print(
+            f"reward {first:.3f} at the start, {last:.3f} at the end, {steps[-1]} steps",
+            highlight=False,
+            soft_wrap=True,
+        )
     for label, path in (
         ("model", plan.run_dir / "final_model"),
         ("checkpoints", plan.run_dir / "checkpoints"),
@@ -139,8 +143,8 @@ def _say_goodbye(console: Console, plan: RunPlan, code: int, report: Path | None
         ("logs", plan.run_dir / "logs"),
     ):
         if path is not None and path.exists():
-            console.print(f"  {label:<12}{path}", highlight=False)
-    console.print(f"  page again   atropos view {plan.run_dir}", highlight=False)
+            console.print(f"  {label:<12}{path}", highlight=False, soft_wrap=True)
+    console.print(f"  page again   atropos view {plan.run_dir}", highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ transaction every quarter of a second, so the store never waits for the disk. Th
     batches   (seq, formed, delivered, acked, committed, step)                     which step a batch trained
     members   (batch_seq, group_id)                      the groups of every batch, as it was formed
     steps     (step, batch_seq)                          which batch a step trained on (the newest report wins)
+    environments (env, groups, samples, tokens)          totals, so that nobody has to count
     rejected  (env, reason, count, last_time)            groups the server refused
     archive   (key, payload, binary)                     whole groups, bounded: the newest, and thinned older ones
 
@@ -55,6 +56,8 @@ CREATE TABLE IF NOT EXISTS batches (
 CREATE INDEX IF NOT EXISTS batches_by_step ON batches (step);
 CREATE TABLE IF NOT EXISTS members (batch_seq INTEGER NOT NULL, group_id TEXT NOT NULL, PRIMARY KEY (batch_seq, group_id)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, batch_seq INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS environments (
+  env TEXT PRIMARY KEY, groups INTEGER NOT NULL, samples INTEGER NOT NULL, tokens INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS rejected (
   env TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL, last_time REAL NOT NULL, PRIMARY KEY (env, reason));
 CREATE TABLE IF NOT EXISTS archive (key INTEGER PRIMARY KEY, payload BLOB NOT NULL, binary INTEGER NOT NULL, size_bytes INTEGER NOT NULL);
@@ -233,7 +236,7 @@ class RunLog:
         versions = [version for row in event.policy_versions or [] for version in row]
         env = event.env_name or "unnamed"
         self._names[event.env_id] = env
-        self._db.execute(
+        cursor = self._db.execute(
             "INSERT INTO groups VALUES (?,?,?,?,?,?,?,?,?,?,?,?,NULL) ON CONFLICT DO NOTHING",
             (
                 event.key, event.group_id, event.env_id, env, event.time, event.size, event.num_tokens,
@@ -242,6 +245,13 @@ class RunLog:
                 min(versions, default=None), max(versions, default=None),
             ),
         )  # fmt: skip
+        if cursor.rowcount != 1:
+            return  # told twice: after a restart, or the same group under an id that is known
+        self._db.execute(
+            "INSERT INTO environments VALUES (?,1,?,?) ON CONFLICT (env) DO UPDATE SET "
+            "groups = groups + 1, samples = samples + excluded.samples, tokens = tokens + excluded.tokens",
+            (env, event.size, event.num_tokens),
+        )
         components = event.reward_components or {}
         self._db.executemany(
             "INSERT OR IGNORE INTO samples VALUES (?,?,?,?,?,?)",

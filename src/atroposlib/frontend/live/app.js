@@ -108,8 +108,8 @@ function drawTables(state) {
   document.getElementById("processes").replaceChildren(row("th", ["process", "state", "restarts", "memory", "CPU"]), ...processes);
   const refused = state.rejected.map((one) => row("td", [one.env, one.reason, one.count]));
   for (const [key, rows] of series) {
-    const [source, name] = key.split("\u0000"), found = name.match(/(?:num_groups_)?rejected[_/](.+)$/);
-    if (found && source.startsWith("env:")) refused.push(row("td", [source.slice(4), found[1].replaceAll("_", " "), shortNumber(rows[rows.length - 1].value)]));
+    const [source, name] = key.split("\u0000"), found = name.match(/(?:num_groups_rejected|num_failures)_(.+)$/);
+    if (found && source.startsWith("env:")) refused.push(row("td", [source.slice(4), (name.includes("failures") ? "failed: " : "") + found[1].replaceAll("_", " "), shortNumber(rows[rows.length - 1].value)]));
   }
   document.getElementById("rejected").replaceChildren(row("th", ["environment", "reason", "groups"]), ...refused);
 }

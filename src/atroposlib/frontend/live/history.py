@@ -44,8 +44,9 @@ class RunHistory:
         """What is new since metric row ``after``, and the counters of the run."""
         rows = self._rows("SELECT * FROM metrics WHERE id > ? ORDER BY id LIMIT ?", after, MAX_POINTS)
         counts = self._rows(
-            "SELECT count(*) AS groups, coalesce(sum(size), 0) AS samples, coalesce(sum(num_tokens), 0) AS tokens, "
-            "sum(batch_seq IS NULL) AS queued, max(key) AS newest_key FROM groups"
+            "SELECT coalesce(sum(groups), 0) AS groups, coalesce(sum(samples), 0) AS samples, coalesce(sum(tokens), 0) AS tokens, "
+            "(SELECT count(*) FROM groups WHERE batch_seq IS NULL) AS queued, (SELECT max(key) FROM groups) AS newest_key "
+            "FROM environments"
         )[0]
         batches = self._rows(
             "SELECT count(*) AS formed, sum(acked IS NOT NULL) AS acked, sum(committed IS NOT NULL) AS committed, "
@@ -59,7 +60,7 @@ class RunHistory:
             "counts": counts,
             "batches": batches,
             "rejected": self._rows("SELECT env, reason, count, last_time FROM rejected ORDER BY count DESC LIMIT 100"),
-            "envs": [row["env"] for row in self._rows("SELECT DISTINCT env FROM groups ORDER BY env")],
+            "envs": [row["env"] for row in self._rows("SELECT env FROM environments ORDER BY env")],
             "meta": self.meta(),
         }
 
