@@ -638,3 +638,22 @@ def test_samples_without_advantage_are_not_computed(train: Any, model: Any, tmp_
         assert line["train/num_samples"] == 8
         weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_zero3_gathers_weights_for_generation_or_not(gather: bool, train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from atlaslib.generation.replica import ReplicaSampler
+    from atlaslib.generation.transformers_sampler import TransformersSampler
+    from atlaslib.trainers import samplers
+
+    monkeypatch.setattr(samplers, "is_zero3", lambda trainer: True)
+    trainer = train(ds3_gather_for_generation=gather, go=False)
+    assert isinstance(trainer.sampler, ReplicaSampler if gather else TransformersSampler)
+    if gather:
+        with torch.no_grad():
+            next(trainer.model.parameters()).add_(1.0)
+        trainer.sampler_host.sync(1)
+        copied = next(trainer.sampler_host.engine.model.parameters())
+        assert copied is not next(trainer.model.parameters())
+        assert torch.equal(copied, next(trainer.model.parameters()))
+        assert trainer.sampler_host.engine.version == 1

@@ -345,6 +345,8 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]
 
 def resolve_trackers(report_to: str | list[str] | None) -> str | list[str] | None:
     """``report_to`` without wandb when wandb cannot work here; says so once."""
+    if report_to is None:
+        return "none"
     names = [report_to] if isinstance(report_to, str) else list(report_to or [])
     if "wandb" not in names:
         return report_to

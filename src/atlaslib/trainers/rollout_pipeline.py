@@ -62,7 +62,7 @@ class RolloutPipeline:
 
     def _ask_ahead(self, round_index: int) -> None:
         trainer = self._trainer
-        last = trainer.state.max_steps // trainer.config.num_iterations
+        last = -(-trainer.state.max_steps // trainer.config.num_iterations)
         newest = self._pending[-1][0] if self._pending else round_index
         if not self._pending:
             trainer.sampler_host.sync(trainer.policy_version)

@@ -35,6 +35,7 @@ class StopSignal:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Listen inside this block (only the main thread can)."""
+        self.requested = False
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -28,7 +28,7 @@ class StopAtEnd(TrainerCallback):
         self._environment.stopping.set()
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_learns_from_environments(
     seed: int, small_model: Any, make_config: Any, tiny_tokenizer: Any, letter_environment: Any
 ) -> None:
