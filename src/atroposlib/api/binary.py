@@ -25,7 +25,15 @@ from atroposlib.api.schemas import EXTRA_FIELDS, GROUP_FIELDS
 from atroposlib.api.wire import WireError, WireGroup, check_extras, check_lengths, located
 
 INT, FLOAT, SCORE = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f8")
-_MESSAGE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images", "distill_token_ids", "distill_logprobs")
+_MESSAGE_FIELDS = (
+    "messages",
+    "generation_params",
+    "overrides",
+    "group_overrides",
+    "images",
+    "distill_token_ids",
+    "distill_logprobs",
+)
 
 
 class _Ragged(msgspec.Struct):
@@ -68,7 +76,9 @@ def parse_binary_groups(body: bytes, *, many: bool) -> list[WireGroup]:
             return [_check(body)]
         return [located(index, _check, bytes(raw)) for index, raw in enumerate(_decode_parts(body))]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"the binary body cannot be read: {error}; see the docstring of atroposlib.api.binary for the form") from None
+        raise WireError(
+            f"the binary body cannot be read: {error}; see the docstring of atroposlib.api.binary for the form"
+        ) from None
 
 
 def _check(payload: bytes) -> WireGroup:
@@ -88,14 +98,23 @@ def _check(payload: bytes) -> WireGroup:
             _expect(numbers, total, name)
             _expect_finite(numbers, name)
     if group.advantages is not None:
-        flat, rows = _array(group.advantages.values, FLOAT, "advantages"), _array(group.advantages.lengths, INT, "advantages")
+        flat, rows = (
+            _array(group.advantages.values, FLOAT, "advantages"),
+            _array(group.advantages.lengths, INT, "advantages"),
+        )
         _expect_finite(flat, "advantages")
         if (rows < 0).any() or rows.sum(dtype=np.int64) != flat.size:
             raise WireError(f"'advantages' has {flat.size} values and lengths that do not add up to that", "advantages")
     for sequence, messages in enumerate(group.messages or []):
         for turn, message in enumerate(messages):
             if "role" not in message or "content" not in message:
-                raise WireError(f"message {turn} of sequence {sequence} needs role and content", "messages", sequence, turn, kind="missing")
+                raise WireError(
+                    f"message {turn} of sequence {sequence} needs role and content",
+                    "messages",
+                    sequence,
+                    turn,
+                    kind="missing",
+                )
     check_extras(len(sizes), group.policy_versions, group.reward_components)
     for name in _MESSAGE_FIELDS:
         _check_sayable(getattr(group, name), name)
@@ -119,7 +138,9 @@ def _check_sayable(value: Any, name: str) -> None:
     try:
         msgspec.json.encode(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise WireError(f"'{name}' holds something that JSON has no word for ({error}); send numbers, text, lists, maps", name) from None
+        raise WireError(
+            f"'{name}' holds something that JSON has no word for ({error}); send numbers, text, lists, maps", name
+        ) from None
 
 
 def _items(data: memoryview, kind: str, name: str) -> list[Any]:
@@ -132,13 +153,17 @@ def _items(data: memoryview, kind: str, name: str) -> list[Any]:
 
 def _array(data: memoryview, dtype: np.dtype[Any], name: str) -> np.ndarray[Any, Any]:
     if len(data) % dtype.itemsize:
-        raise WireError(f"'{name}' has {len(data)} bytes, which is no multiple of {dtype.itemsize}; send {dtype.name} values", name)
+        raise WireError(
+            f"'{name}' has {len(data)} bytes, which is no multiple of {dtype.itemsize}; send {dtype.name} values", name
+        )
     return np.frombuffer(data, dtype)
 
 
 def _expect(numbers: np.ndarray[Any, Any], total: int, name: str) -> None:
     if numbers.size != total:
-        raise WireError(f"'{name}' has {numbers.size} entries and 'lengths' add up to {total}; they go position by position", name)
+        raise WireError(
+            f"'{name}' has {numbers.size} entries and 'lengths' add up to {total}; they go position by position", name
+        )
 
 
 def _expect_finite(numbers: np.ndarray[Any, Any], name: str) -> None:
@@ -151,7 +176,15 @@ def _expect_finite(numbers: np.ndarray[Any, Any], name: str) -> None:
 def batch_header(seq: int, group_ids: list[str], count: int) -> bytes:
     """The opening of a binary batch; `count` groups follow it."""
     encode = msgspec.msgpack.encode
-    return b"\x83" + encode("batch_seq") + encode(seq) + encode("group_ids") + encode(group_ids) + encode("batch") + _array_head(count)
+    return (
+        b"\x83"
+        + encode("batch_seq")
+        + encode(seq)
+        + encode("group_ids")
+        + encode(group_ids)
+        + encode("batch")
+        + _array_head(count)
+    )
 
 
 def _array_head(count: int) -> bytes:
@@ -181,7 +214,10 @@ def encode_group(group: dict[str, Any]) -> bytes:
             content[name] = _positions(group[name], sizes, FLOAT)
     if group.get("advantages") is not None:
         rows = [np.asarray(row, FLOAT) for row in group["advantages"]]
-        content["advantages"] = {"lengths": np.asarray([len(row) for row in rows], INT).tobytes(), "values": _joined(rows, FLOAT)}
+        content["advantages"] = {
+            "lengths": np.asarray([len(row) for row in rows], INT).tobytes(),
+            "values": _joined(rows, FLOAT),
+        }
     for name in (*_MESSAGE_FIELDS, "env_id", *EXTRA_FIELDS):
         if group.get(name) is not None:
             content[name] = group[name]

@@ -368,7 +368,9 @@ class TrainerClient:
     def _register_again(self) -> None:
         """The server came back without its memory: say again who we are and where we were."""
         if self._registration is None:
-            raise RolloutRejectedError("the trainer is not registered with the rollout server; call register() first", status=409)
+            raise RolloutRejectedError(
+                "the trainer is not registered with the rollout server; call register() first", status=409
+            )
         logger.info("the rollout server started afresh; registering again")
         step = self._registration["starting_step"] + self._received
         request = {**self._registration, "starting_step": step, "resume_after": self._after or 0}
@@ -398,7 +400,9 @@ class TrainerClient:
     def report(self, source: str, step: int, metrics: dict[str, float]) -> None:
         """Numbers for the live page; one try, as they are not worth waiting for."""
         try:
-            self._http.request("POST", "/report", {"source": source, "step": step, "time": time.time(), "metrics": metrics})
+            self._http.request(
+                "POST", "/report", {"source": source, "step": step, "time": time.time(), "metrics": metrics}
+            )
         except OSError as error:
             logger.info("could not report metrics: %s", describe(error))
 
@@ -411,7 +415,9 @@ class TrainerClient:
         assert reply is not None
         return reply.checked(self.url + path)
 
-    def _until_answered(self, method: str, path: str, request: dict[str, Any] | None, deadline: float | None) -> HttpReply | None:
+    def _until_answered(
+        self, method: str, path: str, request: dict[str, Any] | None, deadline: float | None
+    ) -> HttpReply | None:
         """Repeat until the answer is final; None when the deadline passed first."""
         back_off = BackOff(self.url + path, self._give_up_after_s)
         while True:
@@ -429,4 +435,11 @@ class TrainerClient:
             time.sleep(pause)
 
 
-__all__ = ["Batch", "EnvClient", "RolloutRejectedError", "RolloutServerUnavailableError", "TrainerClient", "encode_groups"]
+__all__ = [
+    "Batch",
+    "EnvClient",
+    "RolloutRejectedError",
+    "RolloutServerUnavailableError",
+    "TrainerClient",
+    "encode_groups",
+]

@@ -40,7 +40,9 @@ class HttpReply:
         """The JSON of a successful reply; RolloutRejectedError for any other."""
         if self.status >= 400:
             detail = self.text()
-            raise RolloutRejectedError(f"{url} refused with {self.status}: {detail[:500]}", status=self.status, detail=detail)
+            raise RolloutRejectedError(
+                f"{url} refused with {self.status}: {detail[:500]}", status=self.status, detail=detail
+            )
         try:
             answer = self.json()
         except msgspec.MsgspecError as error:
@@ -60,7 +62,9 @@ def describe(error: BaseException) -> str:
 class BackOff:
     """Growing, jittered pauses; says once in a while what is being waited for; gives up after a time if told to."""
 
-    def __init__(self, what: str, give_up_after_s: float | None, *, first_s: float = 0.05, longest_s: float = 5.0) -> None:
+    def __init__(
+        self, what: str, give_up_after_s: float | None, *, first_s: float = 0.05, longest_s: float = 5.0
+    ) -> None:
         self.what, self.give_up_after_s, self.longest_s = what, give_up_after_s, longest_s
         self._next_s = first_s
         self._since = time.monotonic()
@@ -100,7 +104,11 @@ class SyncHttp:
     def request(self, method: str, path: str, value: Any = None, headers: dict[str, str] | None = None) -> HttpReply:
         """One try."""
         body = None if value is None else msgspec.json.encode(value)
-        all_headers = {**self._headers, **(headers or {}), **({"content-type": "application/json"} if body is not None else {})}
+        all_headers = {
+            **self._headers,
+            **(headers or {}),
+            **({"content-type": "application/json"} if body is not None else {}),
+        }
         connection = self._connection()
         try:
             connection.request(method, self._prefix + path, body, all_headers)

@@ -46,7 +46,14 @@ _CHUNK = 256 * 1024
 _JSON_ON_LOOP, _BINARY_ON_LOOP = 3 * 2**19, 32 * 2**20
 """Bodies up to this size are read in at most a few milliseconds, on the loop: on a thread the interpreter lock would cost more."""
 HOT_PATHS = frozenset({"/scored_data", "/scored_data_list", "/batch", "/status", "/status-env"})
-_QUIET_PATHS = HOT_PATHS | {"/healthz", "/metrics", "/heartbeat", "/ack", "/commit", "/report"}  # called so often that a line per request is noise
+_QUIET_PATHS = HOT_PATHS | {
+    "/healthz",
+    "/metrics",
+    "/heartbeat",
+    "/ack",
+    "/commit",
+    "/report",
+}  # called so often that a line per request is noise
 REFUSALS = (WireError, HttpError, JournalError)
 NOT_REGISTERED = "Trainer not registered: POST /register first"
 
@@ -243,7 +250,9 @@ class HotRoutes:
         parts.append(b"]," + tail if ours else b"]" + tail)
         return parts
 
-    async def _send_parts(self, scope: Scope, receive: Receive, send: Send, parts: list[bytes], content_type: bytes) -> bool:
+    async def _send_parts(
+        self, scope: Scope, receive: Receive, send: Send, parts: list[bytes], content_type: bytes
+    ) -> bool:
         """Send a large reply; False when the client went away before all of it was out."""
         headers = [(b"content-type", content_type)]
         encoding = self._reply_encoding(scope)
@@ -283,7 +292,9 @@ class HotRoutes:
         else:
             env_id = _env_id(await read_body(scope, receive, self.limits))
         if env_id is None:
-            raise WireError("env_id is missing; send it as a query parameter or in a JSON body", "env_id", kind="missing")
+            raise WireError(
+                "env_id is missing; send it as a query parameter or in a JSON body", "env_id", kind="missing"
+            )
         store = self.service.store
         env = store.envs.touch(env_id)
         if env is None:
@@ -369,4 +380,4 @@ def _env_id(body: bytes) -> int | None:
     try:
         return _decode_env(body).env_id
     except msgspec.MsgspecError as error:
-        raise WireError(f"the body must be {{\"env_id\": number}}: {error}", "env_id") from None
+        raise WireError(f'the body must be {{"env_id": number}}: {error}', "env_id") from None

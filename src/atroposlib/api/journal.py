@@ -120,9 +120,13 @@ class Journal:
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock_file.close()
-            raise JournalError(f"the data folder {self.folder} is used by another rollout server; stop it or give another --data-dir") from None
+            raise JournalError(
+                f"the data folder {self.folder} is used by another rollout server; stop it or give another --data-dir"
+            ) from None
         except OSError as error:
-            raise JournalError(f"the data folder {self.folder} cannot be used: {error}; give another --data-dir, or --in-memory") from error
+            raise JournalError(
+                f"the data folder {self.folder} cannot be used: {error}; give another --data-dir, or --in-memory"
+            ) from error
         self._lock_file = lock_file
 
     def _replay(self) -> int:
@@ -196,7 +200,9 @@ class Journal:
     def _write_or_fail(self, batch: list[_Write]) -> None:
         try:
             self._write_batch(batch)
-        except Exception as error:  # without its thread the server would wait for ever: whatever it is, the requests hear of it
+        except (
+            Exception
+        ) as error:  # without its thread the server would wait for ever: whatever it is, the requests hear of it
             logger.exception("writing the journal failed")
             for write in batch:
                 write.error = OSError(errno.EIO, f"{type(error).__name__}: {error}")
@@ -206,7 +212,9 @@ class Journal:
         writes: list[_Write] = []
         for write in batch:
             if full and write.payload:
-                write.error = OSError(errno.ENOSPC, f"less than {self.min_free_bytes >> 20} MiB are free in {self.folder}")
+                write.error = OSError(
+                    errno.ENOSPC, f"less than {self.min_free_bytes >> 20} MiB are free in {self.folder}"
+                )
             else:
                 writes.append(write)
         before = self.segments.size, self.segments.next_lsn
@@ -272,13 +280,20 @@ class Journal:
         """On the loop: apply what is on disk, in order, and answer."""
         for write in batch:
             if write.error is not None:
-                _fail(write.future, JournalError(f"the journal in {self.folder} cannot be written: {write.error}; free some space and send it again"))
+                _fail(
+                    write.future,
+                    JournalError(
+                        f"the journal in {self.folder} cannot be written: {write.error}; free some space and send it again"
+                    ),
+                )
                 continue
             self._needed(write.location)
             self._applied_lsn = write.lsn
             try:
                 result = write.apply(write.location)
-            except Exception as error:  # applying is bookkeeping that must not fail; if it does, the request has to hear of it
+            except (
+                Exception
+            ) as error:  # applying is bookkeeping that must not fail; if it does, the request has to hear of it
                 logger.exception("applying a journalled event failed")
                 _fail(write.future, error)
                 continue

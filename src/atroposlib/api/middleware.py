@@ -26,7 +26,9 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OFF_LOOP_BYTES = 128 * 1024
 """Work on bodies larger than this happens on a thread."""
-OPEN_PATHS = frozenset({"/healthz", "/live", *(f"/live/{name}" for name in ("app.js", "charts.js", "reader.js", "style.css"))})
+OPEN_PATHS = frozenset(
+    {"/healthz", "/live", *(f"/live/{name}" for name in ("app.js", "charts.js", "reader.js", "style.css"))}
+)
 """Answered without a token."""
 
 _JSON_HEADER = (b"content-type", b"application/json")
@@ -94,7 +96,9 @@ async def read_body(scope: Scope, receive: Receive, limits: BodyLimits) -> bytes
 
 
 def too_large(size: int, limit: int) -> HttpError:
-    return HttpError(413, f"the body has {size} bytes or more and the limit is {limit}; send smaller groups or raise --max-body-mb")
+    return HttpError(
+        413, f"the body has {size} bytes or more and the limit is {limit}; send smaller groups or raise --max-body-mb"
+    )
 
 
 def decode_body(body: bytes, encoding: bytes, limit: int) -> bytes:
@@ -134,7 +138,10 @@ def _unzstd(body: bytes, limit: int) -> bytes:
         raise HttpError(400, f"the body says it is zstd but cannot be decompressed: {error}") from None
     if len(data) > limit:
         raise too_large(limit + 1, limit)
-    if frame.content_size not in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR) and len(data) < frame.content_size:
+    if (
+        frame.content_size not in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR)
+        and len(data) < frame.content_size
+    ):
         raise HttpError(400, "the zstd body is cut off; send the whole of it")
     return bytes(data)
 
@@ -144,7 +151,9 @@ def encode_reply(body: bytes, encoding: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=1).compress(body) if encoding == b"zstd" else gzip.compress(body, 1)
 
 
-async def send_json(send: Send, value: Any, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+async def send_json(
+    send: Send, value: Any, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None
+) -> None:
     """Answer with JSON."""
     await send_bytes(send, msgspec.json.encode(value), status, [_JSON_HEADER, *(headers or [])])
 
@@ -167,7 +176,9 @@ class TokenMiddleware:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._allowed(scope):
             await self.app(scope, receive, send)
             return
-        detail = "a token is required: send the header 'Authorization: Bearer TOKEN' (clients of ours read ATROPOS_TOKEN)"
+        detail = (
+            "a token is required: send the header 'Authorization: Bearer TOKEN' (clients of ours read ATROPOS_TOKEN)"
+        )
         await send_json(send, {"detail": detail}, 401, [(b"www-authenticate", b"Bearer")])
 
     def _allowed(self, scope: Scope) -> bool:

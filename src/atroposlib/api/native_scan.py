@@ -60,7 +60,15 @@ def prepare() -> bool:
         library = ctypes.CDLL(str(_compiled()))
         function = library.atropos_scan
         function.restype = ctypes.c_int64
-        function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int32, *[ctypes.c_void_p] * 3, ctypes.c_int64]
+        function.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_char_p,
+            ctypes.c_void_p,
+            ctypes.c_int32,
+            *[ctypes.c_void_p] * 3,
+            ctypes.c_int64,
+        ]
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         logger.info("JSON is read by Python: the compiled reader is not available (%s)", error)
         return False
@@ -102,7 +110,15 @@ def scan(body: bytes) -> Scanned:
     source = np.frombuffer(body, np.uint8)
     out, spans, lengths = _buffers(size)
     written = library.atropos_scan(
-        _address(source), size, _names, ctypes.addressof(_kinds), len(FIELDS), _address(out), _address(spans), _address(lengths), _MAX_ROWS
+        _address(source),
+        size,
+        _names,
+        ctypes.addressof(_kinds),
+        len(FIELDS),
+        _address(out),
+        _address(spans),
+        _address(lengths),
+        _MAX_ROWS,
     )
     if written < 0:
         raise NotPlainError

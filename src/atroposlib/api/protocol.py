@@ -68,7 +68,11 @@ class RolloutProtocol(HttpToolsProtocol):
         if self._post is not None:
             self._fill(self._post, data, 0)
             return
-        if data.startswith(b"POST /scored_data") and not self._in_message and (self.cycle is None or self.cycle.response_complete):
+        if (
+            data.startswith(b"POST /scored_data")
+            and not self._in_message
+            and (self.cycle is None or self.cycle.response_complete)
+        ):
             post, offset = self._read_head(data)
             if post is not None:
                 self.on_lost = None
@@ -195,7 +199,9 @@ class RolloutProtocol(HttpToolsProtocol):
         """One timer for many requests: it looks at the time of the last one when it fires."""
         self._last_used = self.loop.time()
         if self.timeout_keep_alive_task is None:
-            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def timeout_keep_alive_handler(self) -> None:
         left = self._last_used + self.timeout_keep_alive - self.loop.time()

@@ -63,7 +63,9 @@ class Registration(BaseModel):
     starting_step: int
     num_steps: int
     resume_after: int | None = Field(
-        default=None, ge=0, description="batch_seq the trainer's checkpoint contains: the batches after it are delivered again"
+        default=None,
+        ge=0,
+        description="batch_seq the trainer's checkpoint contains: the batches after it are delivered again",
     )
 
 
@@ -111,7 +113,9 @@ class ScoredData(BaseModel):
     distill_token_ids: list[list[list[int]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
     group_id: str | None = Field(default=None, max_length=512, description="the same id twice is stored once")
-    policy_versions: list[list[int]] | None = Field(default=None, description="per sequence: the policy versions that made it")
+    policy_versions: list[list[int]] | None = Field(
+        default=None, description="per sequence: the policy versions that made it"
+    )
     reward_components: dict[str, list[float]] | None = Field(default=None, description="name -> one value per sequence")
 
 

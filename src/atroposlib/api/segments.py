@@ -74,7 +74,9 @@ class Segments:
         for index, number in enumerate(numbers[first:], first):
             yield from self._read_segment(number, lsn, last=index == len(numbers) - 1)
 
-    def _read_segment(self, number: int, after: int, *, last: bool) -> Iterator[tuple[int, Event, bytes, Location | None]]:
+    def _read_segment(
+        self, number: int, after: int, *, last: bool
+    ) -> Iterator[tuple[int, Event, bytes, Location | None]]:
         path = self._path(number)
         with open(path, "rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
@@ -114,10 +116,14 @@ class Segments:
                 try:
                     fd = self._readers[number] = os.open(self._path(number), os.O_RDONLY)
                 except OSError as error:
-                    raise JournalError(f"the journal segment {self._path(number)} cannot be read: {error}; restore the data folder") from error
+                    raise JournalError(
+                        f"the journal segment {self._path(number)} cannot be read: {error}; restore the data folder"
+                    ) from error
         data = b"".join(iter(_chunks(fd, offset, length)))
         if len(data) != length:
-            raise JournalError(f"the journal segment {self._path(number)} is shorter than it was; restore the data folder")
+            raise JournalError(
+                f"the journal segment {self._path(number)} is shorter than it was; restore the data folder"
+            )
         return data
 
     # ---- writing ------------------------------------------------------------------------------------------------------
@@ -199,7 +205,9 @@ def _read_record(read: object) -> tuple[int, Event, bytes] | None:
     try:
         return lsn, decode_event(event), payload
     except msgspec.MsgspecError as error:
-        raise JournalError(f"record {lsn} of the journal is whole but unknown ({error}); it was written by another version") from error
+        raise JournalError(
+            f"record {lsn} of the journal is whole but unknown ({error}); it was written by another version"
+        ) from error
 
 
 def _chunks(fd: int, offset: int, length: int) -> Iterator[bytes]:

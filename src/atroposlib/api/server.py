@@ -136,11 +136,15 @@ def create_app(service: RolloutService | RolloutStore, settings: ServerSettings 
     _document_hot_routes(api)
     # The last one added is the outermost: CORS (a pre-flight carries no token), token, hot routes, request bodies for the rest.
     api.add_middleware(GZipRequestMiddleware, limits=limits)
-    api.add_middleware(HotRoutes, service=service, limits=limits, compress=settings.compress, requests=api.state.requests)
+    api.add_middleware(
+        HotRoutes, service=service, limits=limits, compress=settings.compress, requests=api.state.requests
+    )
     if settings.token:
         api.add_middleware(TokenMiddleware, token=settings.token)
     if settings.cors_origins:
-        api.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
+        api.add_middleware(
+            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
+        )
     return api
 
 
@@ -191,7 +195,10 @@ def _add_errors(api: FastAPI) -> None:
 
     @api.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        detail = [{"loc": list(e["loc"]), "msg": e["msg"], "type": e["type"], "input": repr(e.get("input"))[:80]} for e in error.errors()]
+        detail = [
+            {"loc": list(e["loc"]), "msg": e["msg"], "type": e["type"], "input": repr(e.get("input"))[:80]}
+            for e in error.errors()
+        ]
         return JSONResponse({"detail": detail}, 422)
 
 
@@ -213,7 +220,10 @@ def _add_trainer_routes(api: FastAPI, service: RolloutService) -> None:
     @api.get("/info", tags=["trainer"])
     async def info() -> dict[str, int]:
         """Batch size and longest sequence; -1 before a trainer registered."""
-        return {"batch_size": store.registration.batch_size if store.registration else -1, "max_token_len": store.max_token_len}
+        return {
+            "batch_size": store.registration.batch_size if store.registration else -1,
+            "max_token_len": store.max_token_len,
+        }
 
     @api.post("/ack", tags=["trainer"])
     async def ack(request: BatchAck) -> dict[str, Any]:
@@ -238,7 +248,14 @@ def _add_trainer_routes(api: FastAPI, service: RolloutService) -> None:
         await service.reset()
         return PlainTextResponse("Reset successful")
 
-    api.add_api_route("/reset_data", reset, methods=["POST", "GET"], tags=["trainer"], response_class=PlainTextResponse, include_in_schema=False)
+    api.add_api_route(
+        "/reset_data",
+        reset,
+        methods=["POST", "GET"],
+        tags=["trainer"],
+        response_class=PlainTextResponse,
+        include_in_schema=False,
+    )
 
 
 def _add_env_routes(api: FastAPI, service: RolloutService) -> None:
@@ -297,7 +314,12 @@ def _add_seen_routes(api: FastAPI, service: RolloutService) -> None:
     @api.get("/healthz", tags=["seen"])
     async def healthz() -> dict[str, Any]:
         """The server is up. Needs no token and tells no data."""
-        return {"status": "ok", "version": __version__, "formats": ["application/json", BINARY_TYPE], "time": time.time()}
+        return {
+            "status": "ok",
+            "version": __version__,
+            "formats": ["application/json", BINARY_TYPE],
+            "time": time.time(),
+        }
 
     @api.get("/overview", tags=["seen"])
     async def overview() -> dict[str, Any]:
@@ -318,6 +340,7 @@ def _scored_data_to_dict(scored_data: ScoredData) -> dict[str, Any]:
 
 def _document_hot_routes(api: FastAPI) -> None:
     """Entries on the OpenAPI page; the requests themselves are answered before they come here."""
+
     def answered_elsewhere() -> None:
         """Never called."""
 
@@ -332,7 +355,13 @@ def _document_hot_routes(api: FastAPI) -> None:
     ]  # fmt: skip
     for method, path, tag, summary, extra in pages:
         api.add_api_route(
-            path, answered_elsewhere, methods=[method], tags=[tag], summary=summary, description=summary, openapi_extra=extra
+            path,
+            answered_elsewhere,
+            methods=[method],
+            tags=[tag],
+            summary=summary,
+            description=summary,
+            openapi_extra=extra,
         )
 
 

@@ -173,7 +173,9 @@ class RolloutService:
         batch = delivery.batch
         self._sent(batch.seq)
         if batch.lease == delivery.lease and self.store.ledger.give_back(batch.seq):
-            logger.warning("batch %d was not received (the client closed the connection); it will be delivered again", batch.seq)
+            logger.warning(
+                "batch %d was not received (the client closed the connection); it will be delivered again", batch.seq
+            )
 
     def _sent(self, seq: int) -> None:
         if (sending := self._sending.pop(seq, None)) is not None:
@@ -203,7 +205,11 @@ class RolloutService:
     def _known_seq(self, seq: int) -> None:
         last = self.store.ledger.next_seq - 1
         if seq > last:
-            raise WireError(f"batch {seq} is not known here; the last one is {last}. Register the trainer again", "batch_seq", status=409)
+            raise WireError(
+                f"batch {seq} is not known here; the last one is {last}. Register the trainer again",
+                "batch_seq",
+                status=409,
+            )
 
     # ---- environments -------------------------------------------------------------------------------------------------
 

@@ -135,7 +135,9 @@ def restore_snapshot(path: Path, store: RolloutStore, read: Callable[[tuple[int,
     try:
         snapshot = msgspec.msgpack.decode(data[4:], type=Snapshot)
     except msgspec.MsgspecError as error:
-        raise JournalError(f"the snapshot {path} cannot be read ({error}); it was written by another version") from error
+        raise JournalError(
+            f"the snapshot {path} cannot be read ({error}); it was written by another version"
+        ) from error
     _restore_small(snapshot, store)
     _restore_groups(snapshot, store, read)
     return snapshot.lsn
@@ -146,7 +148,11 @@ def _restore_small(snapshot: Snapshot, store: RolloutStore) -> None:
     store.next_key = snapshot.next_key
     ledger.next_seq, ledger.committed, ledger.forgotten = snapshot.next_seq, snapshot.committed, snapshot.forgotten
     ledger.delivered = snapshot.delivered
-    store.registration, store.started, store.max_token_len = snapshot.registration, snapshot.started, snapshot.max_token_len
+    store.registration, store.started, store.max_token_len = (
+        snapshot.registration,
+        snapshot.started,
+        snapshot.max_token_len,
+    )
     store.seen.older, store.seen.recent = map(_unpack_seen, snapshot.seen)
     for saved in snapshot.envs:
         env = store.envs.apply(saved.registered)

@@ -162,7 +162,9 @@ class RolloutStore:
         """Queued groups that no batch of the registered size can hold (0 in a healthy run)."""
         if self.registration is None or self.queue.max_group_size <= self.registration.batch_size:
             return 0
-        return sum(1 for key in self.groups if key in self.queue and self.groups[key].size > self.registration.batch_size)
+        return sum(
+            1 for key in self.groups if key in self.queue and self.groups[key].size > self.registration.batch_size
+        )
 
     def status(self) -> dict[str, int]:
         """Answer of `/status`."""
@@ -228,7 +230,13 @@ class RolloutStore:
             )
 
     def plan_env(
-        self, *, desired_name: str | None, max_token_length: int, weight: float, group_size: int, min_batch_allocation: float | None
+        self,
+        *,
+        desired_name: str | None,
+        max_token_length: int,
+        weight: float,
+        group_size: int,
+        min_batch_allocation: float | None,
     ) -> EnvRegistered:
         """The event that registers this environment."""
         env_id, desired, full = self.envs.plan(desired_name)
@@ -277,7 +285,15 @@ class RolloutStore:
     def add_group(self, event: GroupAdded, payload: bytes, location: tuple[int, int, int] | None = None) -> int:
         """Take a group in. Returns -1 when it is queued, else the number of sequences its environment has buffered."""
         group = StoredGroup(
-            event.key, event.size, event.num_tokens, event.group_id, event.env_id, event.binary, payload, len(payload), location
+            event.key,
+            event.size,
+            event.num_tokens,
+            event.group_id,
+            event.env_id,
+            event.binary,
+            payload,
+            len(payload),
+            location,
         )
         self.next_key = max(self.next_key, event.key + 1)
         self.groups[group.key] = group

@@ -133,7 +133,9 @@ def _compiled(body: bytes) -> WireGroup:
         if name not in lengths and name in _CHECKED_PARTS:
             _check_text(raw)
             _CHECKED_PARTS[name].decode(raw)
-    small: dict[str, Any] = {name: decoder.decode(text[name]) if name in text else None for name, decoder in _SMALL_PARTS.items()}
+    small: dict[str, Any] = {
+        name: decoder.decode(text[name]) if name in text else None for name, decoder in _SMALL_PARTS.items()
+    }
     check_lengths(lengths["tokens"], lengths["masks"], small["scores"], logprobs)
     check_extras(len(lengths["tokens"]), small["policy_versions"], small["reward_components"])
     parts: list[bytes | memoryview] = []
@@ -241,9 +243,15 @@ def check_lengths(
     if size == 0:
         raise WireError("the group is empty: 'tokens' has 0 sequences; send at least one", "tokens")
     logprobs = {name: lengths for name, lengths in logprobs.items() if lengths}  # environments send [] for "none"
-    for name, count in (("masks", len(masks)), ("scores", len(scores)), *((n, len(lens)) for n, lens in logprobs.items())):
+    for name, count in (
+        ("masks", len(masks)),
+        ("scores", len(scores)),
+        *((n, len(lens)) for n, lens in logprobs.items()),
+    ):
         if count != size:
-            raise WireError(f"'{name}' has {count} entries and 'tokens' has {size} sequences; send one per sequence", name)
+            raise WireError(
+                f"'{name}' has {count} entries and 'tokens' has {size} sequences; send one per sequence", name
+            )
     for index, score in enumerate(scores):
         if not math.isfinite(score):
             raise WireError(f"score {index} is {score}; scores must be finite numbers", "scores", index)
@@ -266,15 +274,22 @@ def check_extras(size: int, policy_versions: list[list[int]] | None, components:
     """The optional per-sequence additions have one entry per sequence."""
     if policy_versions is not None and len(policy_versions) != size:
         raise WireError(
-            f"'policy_versions' has {len(policy_versions)} entries for {size} sequences; send one list per sequence", "policy_versions"
+            f"'policy_versions' has {len(policy_versions)} entries for {size} sequences; send one list per sequence",
+            "policy_versions",
         )
     for name, values in (components or {}).items():
         if len(values) != size:
             raise WireError(
-                f"reward component {name!r} has {len(values)} values for {size} sequences; send one per sequence", "reward_components", name
+                f"reward component {name!r} has {len(values)} values for {size} sequences; send one per sequence",
+                "reward_components",
+                name,
             )
         if not all(map(math.isfinite, values)):
-            raise WireError(f"reward component {name!r} holds a value that is not finite; send finite numbers", "reward_components", name)
+            raise WireError(
+                f"reward component {name!r} holds a value that is not finite; send finite numbers",
+                "reward_components",
+                name,
+            )
 
 
 # ---- the slow path ------------------------------------------------------------------------------------------------------
@@ -312,7 +327,11 @@ def _slow_group(value: Any, loc: tuple[int, ...]) -> WireGroup:
             [len(row) for row in group["tokens"]],
             [len(row) for row in group["masks"]],
             group["scores"],
-            {name: [len(row) for row in group[name]] for name in ("ref_logprobs", "inference_logprobs") if group[name] is not None},
+            {
+                name: [len(row) for row in group[name]]
+                for name in ("ref_logprobs", "inference_logprobs")
+                if group[name] is not None
+            },
         )
         check_extras(len(group["tokens"]), group["policy_versions"], group["reward_components"])
     except WireError as error:
@@ -362,7 +381,8 @@ def _refuse_infinite(value: Any, loc: tuple[str | int, ...]) -> None:
 def _from_pydantic(error: pydantic.ValidationError, loc: tuple[int, ...]) -> WireError:
     problems = error.errors(include_url=False, include_context=False, include_input=True)
     detail = [
-        {"loc": ["body", *loc, *p["loc"]], "msg": p["msg"], "type": p["type"], "input": _short(p.get("input"))} for p in problems[:8]
+        {"loc": ["body", *loc, *p["loc"]], "msg": p["msg"], "type": p["type"], "input": _short(p.get("input"))}
+        for p in problems[:8]
     ]
     first = detail[0]
     result = WireError(f"{'.'.join(map(str, first['loc']))}: {first['msg']} (got {first['input']})")

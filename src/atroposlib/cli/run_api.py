@@ -1,8 +1,8 @@
 """`run-api`: start the rollout server.
 
-    run-api                                   on 127.0.0.1:8000, journal in ./atropos_data
-    run-api --in-memory --port 9000           nothing on disk
-    run-api --host 0.0.0.0 --token SECRET     reachable from other machines
+run-api                                   on 127.0.0.1:8000, journal in ./atropos_data
+run-api --in-memory --port 9000           nothing on disk
+run-api --host 0.0.0.0 --token SECRET     reachable from other machines
 """
 
 from __future__ import annotations
@@ -32,15 +32,30 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(prog="run-api", description="Start the rollout server.")
     p.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
-    p.add_argument("--port", type=int, default=8000, help="port to listen on; 0 picks a free one (default: %(default)s)")
-    p.add_argument("--data-dir", type=Path, default=Path("atropos_data"), help="where the journal lives (default: ./%(default)s)")
+    p.add_argument(
+        "--port", type=int, default=8000, help="port to listen on; 0 picks a free one (default: %(default)s)"
+    )
+    p.add_argument(
+        "--data-dir", type=Path, default=Path("atropos_data"), help="where the journal lives (default: ./%(default)s)"
+    )
     p.add_argument("--in-memory", action="store_true", help="keep nothing on disk: a restart loses everything")
-    p.add_argument("--durability", choices=["safe", "interval", "none"], default="safe", help="sync before answering, every second, or never")
-    p.add_argument("--token", default=None, help="bearer token clients must send (or the environment variable ATROPOS_TOKEN)")
+    p.add_argument(
+        "--durability",
+        choices=["safe", "interval", "none"],
+        default="safe",
+        help="sync before answering, every second, or never",
+    )
+    p.add_argument(
+        "--token", default=None, help="bearer token clients must send (or the environment variable ATROPOS_TOKEN)"
+    )
     p.add_argument("--insecure", action="store_true", help="allow other machines in without a token")
     p.add_argument("--max-body-mb", type=float, default=512, help="largest request body (default: %(default)s)")
-    p.add_argument("--env-timeout", type=float, default=60.0, help="seconds of silence after which an environment stops counting")
-    p.add_argument("--cors-origin", action="append", default=[], metavar="URL", help="let pages from this origin call the server")
+    p.add_argument(
+        "--env-timeout", type=float, default=60.0, help="seconds of silence after which an environment stops counting"
+    )
+    p.add_argument(
+        "--cors-origin", action="append", default=[], metavar="URL", help="let pages from this origin call the server"
+    )
     p.add_argument(
         "--compress",
         choices=["auto", "always", "never"],
@@ -93,7 +108,11 @@ def serve(options: argparse.Namespace) -> int:
     if (journal := app.state.service.journal) is not None:
         journal.take_folder()
     server = server_for(app, options.log_level)
-    where = "in memory" if settings.data_dir is None else f"journal in {settings.data_dir.resolve()} ({settings.durability})"
+    where = (
+        "in memory"
+        if settings.data_dir is None
+        else f"journal in {settings.data_dir.resolve()} ({settings.durability})"
+    )
     print(f"rollout server on http://{host}:{port} ({where})", flush=True)
     if not options.no_live_page:
         print(f"live page: http://{host}:{port}/live", flush=True)
@@ -144,7 +163,9 @@ def _listen(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port or --host") from error
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --port or --host"
+        ) from error
     sock.listen(2048)
     return sock
 

@@ -1,7 +1,7 @@
 """`atropos status`: what a rollout server is doing, as a table.
 
-    atropos status                                   http://127.0.0.1:8000, once
-    atropos status --url http://host:9000 --watch    again every two seconds
+atropos status                                   http://127.0.0.1:8000, once
+atropos status --url http://host:9000 --watch    again every two seconds
 """
 
 from __future__ import annotations
@@ -19,11 +19,21 @@ from atroposlib.errors import AtroposError, RolloutServerUnavailableError
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(prog="atropos status", description="Show queue, batches, environments and trainer of a rollout server.")
-    p.add_argument("--url", default=os.environ.get("ATROPOS_URL", "http://127.0.0.1:8000"), help="the rollout server (default: %(default)s)")
-    p.add_argument("--token", default=os.environ.get("ATROPOS_TOKEN"), help="its token (or the environment variable ATROPOS_TOKEN)")
+    p = argparse.ArgumentParser(
+        prog="atropos status", description="Show queue, batches, environments and trainer of a rollout server."
+    )
+    p.add_argument(
+        "--url",
+        default=os.environ.get("ATROPOS_URL", "http://127.0.0.1:8000"),
+        help="the rollout server (default: %(default)s)",
+    )
+    p.add_argument(
+        "--token", default=os.environ.get("ATROPOS_TOKEN"), help="its token (or the environment variable ATROPOS_TOKEN)"
+    )
     p.add_argument("--watch", action="store_true", help="show it again every --interval seconds")
-    p.add_argument("--interval", type=float, default=2.0, help="seconds between two looks, which is also what rates are taken over")
+    p.add_argument(
+        "--interval", type=float, default=2.0, help="seconds between two looks, which is also what rates are taken over"
+    )
     p.add_argument("--json", action="store_true", help="print what the server says, as JSON")
     return p
 
@@ -34,7 +44,9 @@ def fetch(url: str, token: str | None) -> dict[str, Any]:
     try:
         return http.request("GET", "/overview").checked(f"{url}/overview")
     except OSError as error:
-        raise RolloutServerUnavailableError(f"no rollout server answers on {url} ({describe(error)}); start one with run-api, or give --url") from error
+        raise RolloutServerUnavailableError(
+            f"no rollout server answers on {url} ({describe(error)}); start one with run-api, or give --url"
+        ) from error
     finally:
         http.close()
 
@@ -65,7 +77,21 @@ def render(now: dict[str, Any], speed: dict[str, tuple[float, float]], url: str)
         + ("" if trainer["started"] else ", has not asked for a batch yet"),
         "",
     ]
-    rows = [("id", "environment", "state", "groups", "groups/s", "tokens/s", "last group", "silent", "queued", "weight", "minimum")]
+    rows = [
+        (
+            "id",
+            "environment",
+            "state",
+            "groups",
+            "groups/s",
+            "tokens/s",
+            "last group",
+            "silent",
+            "queued",
+            "weight",
+            "minimum",
+        )
+    ]
     for env in now["environments"]:
         groups, tokens = speed.get(env["name"], (0.0, 0.0))
         rows.append(
@@ -86,7 +112,12 @@ def render(now: dict[str, Any], speed: dict[str, tuple[float, float]], url: str)
     if len(rows) == 1:
         return "\n".join([*lines, "no environments"])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join([*lines, *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)])
+    return "\n".join(
+        [
+            *lines,
+            *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
+        ]
+    )
 
 
 def _span(seconds: float) -> str:

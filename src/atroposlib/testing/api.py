@@ -1,9 +1,9 @@
 """A real rollout server for tests: its own process on a free loopback port, stopped by its process id.
 
-    with serve_api() as api:                          # in memory
-        requests.get(f"{api.url}/status")
-    with serve_api(data_dir=tmp_path) as api:         # durable
-        api.kill(); api.restart()                     # same port, same folder
+with serve_api() as api:                          # in memory
+    requests.get(f"{api.url}/status")
+with serve_api(data_dir=tmp_path) as api:         # durable
+    api.kill(); api.restart()                     # same port, same folder
 """
 
 from __future__ import annotations

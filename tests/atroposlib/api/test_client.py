@@ -18,7 +18,13 @@ from atroposlib.api.schemas import BINARY_TYPE, GROUP_FIELDS
 from atroposlib.errors import ConfigError, RolloutRejectedError, RolloutServerUnavailableError
 from atroposlib.testing.api import ApiProcess, free_port, serve_api
 
-SETTINGS: dict[str, Any] = {"batch_size": 8, "max_token_len": 64, "num_steps": 100, "checkpoint_dir": "c", "save_checkpoint_interval": 5}
+SETTINGS: dict[str, Any] = {
+    "batch_size": 8,
+    "max_token_len": 64,
+    "num_steps": 100,
+    "checkpoint_dir": "c",
+    "save_checkpoint_interval": 5,
+}
 ENVIRONMENT: dict[str, Any] = {"name": "maths", "max_token_length": 64, "weight": 1.0, "group_size": 4}
 
 
@@ -51,14 +57,23 @@ async def test_what_goes_in_comes_out_in_every_form(api: ApiProcess, env_binary:
     trainer.next_batch(timeout_s=0)
     env = await joined(api.url, use_binary=env_binary, compress=True)
     assert await env.submit(full_group(3)) == {"status": "received"}
-    assert await env.submit([group(4, size=1), group(5, size=3)]) == {"status": "received", "groups_processed": 2, "buffered": 2, "last_buffer_size": 0}
+    assert await env.submit([group(4, size=1), group(5, size=3)]) == {
+        "status": "received",
+        "groups_processed": 2,
+        "buffered": 2,
+        "last_buffer_size": 0,
+    }
     batch = await asyncio.to_thread(trainer.next_batch, timeout_s=5)
     assert batch is not None
     assert marks(batch.groups) == [3, 4, 5]
     first = batch.groups[0]
     assert set(first) == {*GROUP_FIELDS, "group_id", "policy_versions"}
     for name, value in full_group(3).items():
-        got = [np.asarray(row).tolist() for row in first[name]] if name in {"tokens", "masks", "inference_logprobs", "advantages"} else first[name]
+        got = (
+            [np.asarray(row).tolist() for row in first[name]]
+            if name in {"tokens", "masks", "inference_logprobs", "advantages"}
+            else first[name]
+        )
         assert got == value, name
     assert first["env_id"] == 0
     assert batch.group_ids[0] == first["group_id"]
@@ -240,5 +255,10 @@ def test_what_does_not_fit_the_binary_form_goes_as_json() -> None:
     fits = group(1, tokens=[np.array([1, 2, 3])] * 4)
     assert encode_groups([fits], many=False, prefer_binary=True)[1] == BINARY_TYPE
     assert encode_groups([fits], many=False, prefer_binary=False)[0].startswith(b'{"tokens":[[1,2,3]')
-    for odd in ({"tokens": [["1"]] * 4}, {"tokens": [[2**40]] * 4, "masks": [[1]] * 4}, {"masks": [[1]]}, {"scores": ["x"] * 4}):
+    for odd in (
+        {"tokens": [["1"]] * 4},
+        {"tokens": [[2**40]] * 4, "masks": [[1]] * 4},
+        {"masks": [[1]]},
+        {"scores": ["x"] * 4},
+    ):
         assert encode_groups([group(1) | odd], many=False, prefer_binary=True)[1] == "application/json"

@@ -31,7 +31,13 @@ def test_only_the_named_parts_lose_their_blanks() -> None:
 def test_a_queued_group_becomes_smaller_and_stays_the_same() -> None:
     async def work() -> None:
         service = RolloutService(RolloutStore())
-        settings = {"batch_size": 2, "max_token_len": 8, "num_steps": 1, "save_checkpoint_interval": 1, "starting_step": 0}
+        settings = {
+            "batch_size": 2,
+            "max_token_len": 8,
+            "num_steps": 1,
+            "save_checkpoint_interval": 1,
+            "starting_step": 0,
+        }
         await service.register(Registration(wandb_group="g", wandb_project="p", checkpoint_dir="c", **settings))
         [parsed] = parse_json_groups(json.dumps(GROUP).encode(), many=False)
         await service.submit([parsed])

@@ -44,14 +44,29 @@ def test_a_killed_server_comes_back_where_it_was(durable: ApiProcess) -> None:
         call.post("/scored_data", group(mark, env_id=0, group_id=f"g{mark}"))
     call.post("/scored_data", group(9, size=1, env_id=1))
     assert call.post("/disconnect-env", {"env_id": 1})["status"] == "success"
-    before = [call.get("/status"), call.get("/info"), call.get("/wandb_info"), call.get("/status-env", params={"env_id": 0}), call.get("/latest_example")]
+    before = [
+        call.get("/status"),
+        call.get("/info"),
+        call.get("/wandb_info"),
+        call.get("/status-env", params={"env_id": 0}),
+        call.get("/latest_example"),
+    ]
     _kill(durable)
-    after = [call.get("/status"), call.get("/info"), call.get("/wandb_info"), call.get("/status-env", params={"env_id": 0}), call.get("/latest_example")]
+    after = [
+        call.get("/status"),
+        call.get("/info"),
+        call.get("/wandb_info"),
+        call.get("/status-env", params={"env_id": 0}),
+        call.get("/latest_example"),
+    ]
     assert after == before
     assert call.post("/scored_data", group(0, env_id=0, group_id="g0")) == {"status": "received"}  # remembered
     assert call.get("/status")["queue_size"] == 5
     assert call.post("/register-env", env_registration())["wandb_name"] == "env_1"  # it had left
-    assert call.post("/scored_data", group(8, size=3, env_id=1)) == {"status": "buffered", "buffer_size": 0}  # 1 + 3, over the kill
+    assert call.post("/scored_data", group(8, size=3, env_id=1)) == {
+        "status": "buffered",
+        "buffer_size": 0,
+    }  # 1 + 3, over the kill
     assert [call.batch(), call.batch(), call.batch(), call.batch()] == [[0, 1], [2, 3], [4, 9, 8], None]
     assert call.get("/status")["current_step"] == 6
 
@@ -81,7 +96,9 @@ def test_positions_survive(durable: ApiProcess) -> None:
     _kill(durable)
     call.post("/register", registration(resume_after=1, starting_step=1))
     replies = [call.get(f"/batch?client=ours&after={seq}") for seq in range(1, 6)]
-    assert [(reply["batch_seq"], reply["batch"][0]["tokens"][0][0]) for reply in replies] == [(seq, seq - 1) for seq in range(2, 7)]
+    assert [(reply["batch_seq"], reply["batch"][0]["tokens"][0][0]) for reply in replies] == [
+        (seq, seq - 1) for seq in range(2, 7)
+    ]
     assert call.get("/batch?client=ours&after=6") == {"batch": None}
     assert call.get("/status")["current_step"] == 6
 

@@ -37,16 +37,48 @@ def outcome(body: bytes, *, native: bool) -> Any:
         return [problem["loc"] for problem in error.detail]
     finally:
         native_scan._library = library
-    return json.loads(parsed.payload), parsed.size, parsed.num_tokens, parsed.scores, parsed.env_id, parsed.group_id, parsed.policy_versions
+    return (
+        json.loads(parsed.payload),
+        parsed.size,
+        parsed.num_tokens,
+        parsed.scores,
+        parsed.env_id,
+        parsed.group_id,
+        parsed.policy_versions,
+    )
 
 
 FULL = group(5, size=2, inference_logprobs=[[-0.5, 1e-07, 12.25e1]] * 2, ref_logprobs=[[0, -1, 2.5]] * 2, advantages=[[1.0], []], env_id=3,
              messages=[[{"role": "a", "content": "x \\ \" [1,2] {é"}], []], images={"a": [None, "]"]}, generation_params={"n": 1},
              overrides=[{}, {"b": [1]}], group_overrides=None, group_id="id, with \"", policy_versions=[[1], [2]], reward_components={"r": [1, 2]},
              distill_token_ids=[[[1]] * 3] * 2, distill_logprobs=None)  # fmt: skip
-BODIES = [json.dumps(FULL).encode(), json.dumps(FULL, separators=(",", ":")).encode(), json.dumps(FULL, indent=1).encode(), json.dumps(group(1)).encode()]
+BODIES = [
+    json.dumps(FULL).encode(),
+    json.dumps(FULL, separators=(",", ":")).encode(),
+    json.dumps(FULL, indent=1).encode(),
+    json.dumps(group(1)).encode(),
+]
 PIECES = [
-    *(b"", b" ", b",", b"[", b"]", b"{", b"}", b"-", b"0", b"1e999", b".", b"null", b"NaN", b"true", b'"', b"\\", b"\x00", b"\xff"),
+    *(
+        b"",
+        b" ",
+        b",",
+        b"[",
+        b"]",
+        b"{",
+        b"}",
+        b"-",
+        b"0",
+        b"1e999",
+        b".",
+        b"null",
+        b"NaN",
+        b"true",
+        b'"',
+        b"\\",
+        b"\x00",
+        b"\xff",
+    ),
     *(b"9" * 400, b"[]", b"1.5", b"00"),
 ]
 
@@ -73,7 +105,10 @@ numbers = st.one_of(st.floats(-1e250, 1e250), st.integers(-(10**20), 10**20))
 
 
 @settings(max_examples=200, deadline=None)
-@given(rows=st.lists(st.lists(numbers, min_size=1, max_size=12), min_size=1, max_size=4), indent=st.sampled_from([None, 0, 3]))
+@given(
+    rows=st.lists(st.lists(numbers, min_size=1, max_size=12), min_size=1, max_size=4),
+    indent=st.sampled_from([None, 0, 3]),
+)
 @example(rows=[[1e250, 1e-300, -0.0, 5e-324, 12345678901234567890]], indent=None)
 def test_numbers_are_kept_digit_by_digit(rows: list[list[float]], indent: int | None) -> None:
     tokens = [[1] * len(row) for row in rows]
@@ -84,16 +119,43 @@ def test_numbers_are_kept_digit_by_digit(rows: list[list[float]], indent: int | 
 
 def test_fields_are_found_and_numbers_are_compact() -> None:
     scanned = native_scan.scan(b' { "tokens" : [ [ 1 , -2 ] , [ ] ] , "env_id" : 7 , "images" : { "a" : "]}" } } ')
-    assert {name: bytes(text) for name, text in scanned.text.items()} == {"tokens": b"[[1,-2],[]]", "env_id": b"7", "images": b'{ "a" : "]}" }'}
+    assert {name: bytes(text) for name, text in scanned.text.items()} == {
+        "tokens": b"[[1,-2],[]]",
+        "env_id": b"7",
+        "images": b'{ "a" : "]}" }',
+    }
     assert scanned.lengths == {"tokens": [2, 0]}
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        *(b"", b"}", b"{", b"{}x", b"[" * 100, b'{"tokens":[[1]]', b'{"other":1}', b'{"tokens":[[1]],"tokens":[[2]]}', b'{"tok\\u0065ns":[[1]]}'),
-        *(b'{"tokens":[[1],]}', b'{"tokens":[[1 2]]}', b'{"tokens":[[01]]}', b'{"tokens":[[1.0]]}', b'{"masks":[[-]]}', b'{"masks":[[1}'),
-        *(b'{"ref_logprobs":[[1.]]}', b'{"ref_logprobs":[[1e]]}', b'{"ref_logprobs":[[1e300]]}', b'{"images":{}', b'{"images":}'),
+        *(
+            b"",
+            b"}",
+            b"{",
+            b"{}x",
+            b"[" * 100,
+            b'{"tokens":[[1]]',
+            b'{"other":1}',
+            b'{"tokens":[[1]],"tokens":[[2]]}',
+            b'{"tok\\u0065ns":[[1]]}',
+        ),
+        *(
+            b'{"tokens":[[1],]}',
+            b'{"tokens":[[1 2]]}',
+            b'{"tokens":[[01]]}',
+            b'{"tokens":[[1.0]]}',
+            b'{"masks":[[-]]}',
+            b'{"masks":[[1}',
+        ),
+        *(
+            b'{"ref_logprobs":[[1.]]}',
+            b'{"ref_logprobs":[[1e]]}',
+            b'{"ref_logprobs":[[1e300]]}',
+            b'{"images":{}',
+            b'{"images":}',
+        ),
     ],
 )
 def test_what_is_not_plain_is_left_to_the_others(body: bytes) -> None:
@@ -123,7 +185,9 @@ def test_it_can_be_switched_off_and_a_folder_of_others_is_not_trusted(tmp_path: 
     code = "from atroposlib.api import native_scan; print(native_scan.prepare())"
 
     def run(**changes: str) -> str:
-        return subprocess.run([sys.executable, "-c", code], env=os.environ | changes, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | changes, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     assert run(ATROPOS_NATIVE="0") == "False"
     (tmp_path / "atropos-atlas").mkdir()

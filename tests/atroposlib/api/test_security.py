@@ -28,7 +28,15 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiProcess]:
     """A server with a token, a small body limit and an allowed origin, logging everything."""
     log = tmp_path_factory.mktemp("guarded") / "log"
     with serve_api(
-        "--token", SECRET, "--max-body-mb", "0.1", "--cors-origin", "https://page.example", "--log-level", "debug", log_file=log
+        "--token",
+        SECRET,
+        "--max-body-mb",
+        "0.1",
+        "--cors-origin",
+        "https://page.example",
+        "--log-level",
+        "debug",
+        log_file=log,
     ) as api:
         yield api
 
@@ -37,7 +45,19 @@ AUTHORISED = {"authorization": f"Bearer {SECRET}"}
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/status", "/status-env", "/batch", "/metrics", "/overview", "/docs", "/latest_example", "/live/api/overview", "/nowhere"]
+    "path",
+    [
+        "/",
+        "/status",
+        "/status-env",
+        "/batch",
+        "/metrics",
+        "/overview",
+        "/docs",
+        "/latest_example",
+        "/live/api/overview",
+        "/nowhere",
+    ],
 )
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", f"Basic {SECRET}", SECRET, f"Bearer {SECRET}x"])
 def test_nothing_is_told_without_the_token(guarded: ApiProcess, path: str, header: str | None) -> None:
@@ -46,16 +66,26 @@ def test_nothing_is_told_without_the_token(guarded: ApiProcess, path: str, heade
     assert reply.headers["www-authenticate"] == "Bearer"
 
 
-@pytest.mark.parametrize("path", ["/scored_data", "/scored_data_list", "/register", "/reset_data", "/ack", "/heartbeat"])
+@pytest.mark.parametrize(
+    "path", ["/scored_data", "/scored_data_list", "/register", "/reset_data", "/ack", "/heartbeat"]
+)
 def test_nothing_is_changed_without_the_token(guarded: ApiProcess, path: str) -> None:
     assert requests.post(guarded.url + path, json=group(1), timeout=10).status_code == 401
-    assert requests.post(guarded.url + path, json=group(1), headers={"authorization": "Bearer no"}, timeout=10).status_code == 401
+    assert (
+        requests.post(guarded.url + path, json=group(1), headers={"authorization": "Bearer no"}, timeout=10).status_code
+        == 401
+    )
 
 
 def test_with_the_token_everything_works_and_health_needs_none(guarded: ApiProcess) -> None:
     assert requests.get(f"{guarded.url}/healthz", timeout=10).status_code == 200
-    assert requests.post(f"{guarded.url}/scored_data", json=group(1), headers=AUTHORISED, timeout=10).json() == {"status": "received"}
-    assert requests.get(f"{guarded.url}/status", headers={"authorization": f"bearer {SECRET}"}, timeout=10).status_code == 200
+    assert requests.post(f"{guarded.url}/scored_data", json=group(1), headers=AUTHORISED, timeout=10).json() == {
+        "status": "received"
+    }
+    assert (
+        requests.get(f"{guarded.url}/status", headers={"authorization": f"bearer {SECRET}"}, timeout=10).status_code
+        == 200
+    )
 
 
 def test_large_bodies_are_refused(guarded: ApiProcess) -> None:
@@ -76,7 +106,9 @@ def test_large_bodies_are_refused(guarded: ApiProcess) -> None:
 @pytest.mark.parametrize("path", ["/scored_data", "/register"])
 def test_bombs_and_torn_bodies(guarded: ApiProcess, encoding: str, path: str) -> None:
     def post(body: bytes, name: str = encoding) -> int:
-        return requests.post(guarded.url + path, data=body, headers=AUTHORISED | {"content-encoding": name}, timeout=20).status_code
+        return requests.post(
+            guarded.url + path, data=body, headers=AUTHORISED | {"content-encoding": name}, timeout=20
+        ).status_code
 
     pack = gzip.compress if encoding == "gzip" else zstandard.compress
     bomb = pack(b" " * 50_000_000)
@@ -93,11 +125,18 @@ def test_bombs_and_torn_bodies(guarded: ApiProcess, encoding: str, path: str) ->
 def test_a_body_is_never_taken_for_a_request(guarded: ApiProcess) -> None:
     """The head is answered early (too large); what follows is still its body, whatever it looks like."""
     inner_body = json.dumps(group(66)).encode()
-    inner = b"POST /scored_data HTTP/1.1\r\nauthorization: Bearer %s\r\ncontent-length: %d\r\n\r\n%s" % (SECRET.encode(), len(inner_body), inner_body)
+    inner = b"POST /scored_data HTTP/1.1\r\nauthorization: Bearer %s\r\ncontent-length: %d\r\n\r\n%s" % (
+        SECRET.encode(),
+        len(inner_body),
+        inner_body,
+    )
     before = requests.get(f"{guarded.url}/metrics", headers=AUTHORISED, timeout=10).text
     with socket.create_connection(("127.0.0.1", guarded.port)) as sock:
         sock.settimeout(5)
-        sock.sendall(b"POST /register HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\ncontent-length: 300000\r\n\r\n" % SECRET.encode())
+        sock.sendall(
+            b"POST /register HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\ncontent-length: 300000\r\n\r\n"
+            % SECRET.encode()
+        )
         assert b" 413 " in sock.recv(4096)
         sock.sendall(inner)
         time.sleep(0.3)
@@ -105,15 +144,28 @@ def test_a_body_is_never_taken_for_a_request(guarded: ApiProcess) -> None:
         with contextlib.suppress(BlockingIOError):
             assert b"HTTP/1.1" not in sock.recv(4096)  # at most the rest of the first answer
     after = requests.get(f"{guarded.url}/metrics", headers=AUTHORISED, timeout=10).text
-    accepted = [next(line for line in text.splitlines() if line.startswith("atropos_groups_accepted_total")) for text in (before, after)]
+    accepted = [
+        next(line for line in text.splitlines() if line.startswith("atropos_groups_accepted_total"))
+        for text in (before, after)
+    ]
     assert accepted[0] == accepted[1]
 
 
-@pytest.mark.parametrize("lengths", [b"content-length: 5\r\ncontent-length: 6", b"content-length: 5\r\ntransfer-encoding: chunked", b"content-length: -1"])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        b"content-length: 5\r\ncontent-length: 6",
+        b"content-length: 5\r\ntransfer-encoding: chunked",
+        b"content-length: -1",
+    ],
+)
 def test_contradictory_lengths_are_refused(guarded: ApiProcess, lengths: bytes) -> None:
     with socket.create_connection(("127.0.0.1", guarded.port)) as sock:
         sock.settimeout(5)
-        sock.sendall(b"POST /scored_data HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\n%s\r\n\r\n12345" % (SECRET.encode(), lengths))
+        sock.sendall(
+            b"POST /scored_data HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\n%s\r\n\r\n12345"
+            % (SECRET.encode(), lengths)
+        )
         assert b" 400 " in sock.recv(4096)
 
 
@@ -153,7 +205,9 @@ def test_the_default_is_loopback() -> None:
     run_api.check(options)
 
 
-def test_an_occupied_port_is_a_sentence(api: ApiProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_occupied_port_is_a_sentence(
+    api: ApiProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", ["run-api", "--in-memory", "--port", str(api.port)])
     assert run_api.main() == 2
     assert f"cannot listen on 127.0.0.1:{api.port}" in capsys.readouterr().err
@@ -186,7 +240,9 @@ def _own_address() -> str | None:
     return None if address.startswith("127.") else address
 
 
-@pytest.mark.parametrize(("client", "expected"), [(("127.0.0.1", 1), True), (("::1", 1), True), (("10.0.0.1", 1), False), (None, True)])
+@pytest.mark.parametrize(
+    ("client", "expected"), [(("127.0.0.1", 1), True), (("::1", 1), True), (("10.0.0.1", 1), False), (None, True)]
+)
 def test_loopback(client: tuple[str, int] | None, expected: bool) -> None:
     assert is_loopback({"client": client}) is expected
 

@@ -53,7 +53,7 @@ def test_environments_wait_for_the_trainer_and_are_numbered(call: Caller) -> Non
 
 def test_a_batch_has_the_fourteen_keys_and_what_was_posted(call: Caller) -> None:
     call.start()
-    messages = [[{"role": "robot", "content": [{"type": "text", "text": "é, \"x\""}], "name": "r"}]] * 4
+    messages = [[{"role": "robot", "content": [{"type": "text", "text": 'é, "x"'}], "name": "r"}]] * 4
     posted = group(7, env_id=0, messages=messages, inference_logprobs=[[1.0, -0.25, -1e-07]] * 4, advantages=[[0.5]], images={"a": [None]},
                    generation_params={"temperature": 0.7}, overrides=[{"sft": True}], group_overrides={"group_size": 4})  # fmt: skip
     assert call.post("/scored_data", posted) == {"status": "received"}
@@ -62,12 +62,19 @@ def test_a_batch_has_the_fourteen_keys_and_what_was_posted(call: Caller) -> None
     (item,) = reply["batch"]
     assert tuple(item) == GROUP_FIELDS
     assert {name: item[name] for name in posted} == posted
-    assert [name for name in GROUP_FIELDS if item[name] is None] == ["ref_logprobs", "distill_token_ids", "distill_logprobs"]
+    assert [name for name in GROUP_FIELDS if item[name] is None] == [
+        "ref_logprobs",
+        "distill_token_ids",
+        "distill_logprobs",
+    ]
 
 
 def test_additions_come_back_only_when_posted(call: Caller) -> None:
     call.start()
-    call.post("/scored_data", group(1, group_id="g", policy_versions=[[3], [3], [3, 4], [4]], reward_components={"format": [0, 1, 0, 1]}))
+    call.post(
+        "/scored_data",
+        group(1, group_id="g", policy_versions=[[3], [3], [3, 4], [4]], reward_components={"format": [0, 1, 0, 1]}),
+    )
     (item,) = call.get("/batch")["batch"]
     assert item["group_id"] == "g"
     assert item["policy_versions"] == [[3], [3], [3, 4], [4]]
@@ -103,7 +110,14 @@ def test_status_env_takes_a_body_or_a_query(call: Caller) -> None:
     call.start(envs=2, batch_size=8)
     for mark in range(3):
         call.post("/scored_data", group(mark, env_id=0))
-    expected = {"current_step": 0, "queue_size": 3, "unallocated_fraction": 1.0, "self_queue_size": 3, "max_group_size": 4, "env_weight": 0.5}
+    expected = {
+        "current_step": 0,
+        "queue_size": 3,
+        "unallocated_fraction": 1.0,
+        "self_queue_size": 3,
+        "max_group_size": 4,
+        "env_weight": 0.5,
+    }
     assert call.get("/status-env", json={"env_id": 0}) == expected
     assert call.get("/status-env", params={"env_id": 0}) == expected
     assert call.get("/status-env", json={"env_id": "1"}) == expected | {"self_queue_size": 0}
@@ -230,7 +244,9 @@ def test_04_a_score_that_is_not_finite_is_refused_and_harms_nothing(call: Caller
     call.post("/scored_data", group(1, size=2))
     body = json.dumps(group(2, size=2)).replace("[0.0, 1.0]", f"[0.0, {bad}]")
     assert bad in body
-    reply = requests.post(f"{call.url}/scored_data", data=body, headers={"content-type": "application/json"}, timeout=10)
+    reply = requests.post(
+        f"{call.url}/scored_data", data=body, headers={"content-type": "application/json"}, timeout=10
+    )
     assert reply.status_code == 422
     problem = reply.json()["detail"][0]
     assert problem["loc"] == ["body", "scores", 1]
@@ -403,7 +419,13 @@ def test_13_advantages_of_odd_lengths_are_accepted(call: Caller) -> None:
 
 def test_13_lenient_bodies_go_the_slow_way(call: Caller) -> None:
     call.start()
-    lax = {"tokens": [["1", 2.0]] * 4, "masks": [["-100", 2]] * 4, "scores": ["1.5", 2, True, 0], "env_id": "0", "unknown": {"a": 1}}
+    lax = {
+        "tokens": [["1", 2.0]] * 4,
+        "masks": [["-100", 2]] * 4,
+        "scores": ["1.5", 2, True, 0],
+        "env_id": "0",
+        "unknown": {"a": 1},
+    }
     assert call.post("/scored_data", lax) == {"status": "received"}
     (item,) = call.get("/batch")["batch"]
     assert item["tokens"] == [[1, 2]] * 4
@@ -433,10 +455,17 @@ def test_the_same_group_id_is_stored_once_and_answered_the_same(call: Caller) ->
     call.start()
     for _ in range(3):
         assert call.post("/scored_data", group(1, group_id="a")) == {"status": "received"}
-        assert call.post("/scored_data", group(2, size=1, env_id=0, group_id="b")) == {"status": "buffered", "buffer_size": 1}
+        assert call.post("/scored_data", group(2, size=1, env_id=0, group_id="b")) == {
+            "status": "buffered",
+            "buffer_size": 1,
+        }
     assert call.get("/status")["queue_size"] == 1
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: requests.post(f"{call.url}/scored_data", json=group(3, group_id="c"), timeout=20), range(16)))
+        list(
+            pool.map(
+                lambda _: requests.post(f"{call.url}/scored_data", json=group(3, group_id="c"), timeout=20), range(16)
+            )
+        )
     assert [call.batch(), call.batch(), call.batch()] == [[1], [3], None]
 
 
@@ -483,7 +512,10 @@ def test_seen(call: Caller) -> None:
     text = requests.get(f"{call.url}/metrics", timeout=10).text
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert lines["atropos_queue_groups"] == "1"
-    assert lines["atropos_env_groups_total" if "atropos_env_groups_total" in lines else 'atropos_env_groups{env="env_0"}'] == "1"
+    assert (
+        lines["atropos_env_groups_total" if "atropos_env_groups_total" in lines else 'atropos_env_groups{env="env_0"}']
+        == "1"
+    )
     assert int(lines['atropos_http_requests_total{path="/scored_data",status="200"}']) >= 1
     assert requests.get(f"{call.url}/docs", timeout=10).status_code == 200
     paths = call.get("/openapi.json")["paths"]

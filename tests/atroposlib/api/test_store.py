@@ -23,7 +23,15 @@ class Clock:
 
 
 def wire_group(size: int = 4, env_id: int | None = None, group_id: str | None = None) -> WireGroup:
-    return WireGroup(payload=b"x" * 10, binary=False, size=size, num_tokens=3 * size, scores=[0.0] * size, env_id=env_id, group_id=group_id)
+    return WireGroup(
+        payload=b"x" * 10,
+        binary=False,
+        size=size,
+        num_tokens=3 * size,
+        scores=[0.0] * size,
+        env_id=env_id,
+        group_id=group_id,
+    )
 
 
 def registered(**changes: Any) -> Registered:

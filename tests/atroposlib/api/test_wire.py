@@ -50,7 +50,10 @@ FAST = [
     group(1, messages=[[{"role": "a", "content": {"x": [1]}, "extra": None}], []], images=[["data:..."]], env_id=3),
     group(1, group_id="id", policy_versions=[[1, 2]] * 4, reward_components={"a": [0.0, 1, 2, 3]}),
     group(1, distill_token_ids=[[[1]] * 3] * 4, distill_logprobs=[[[-0.5]] * 3] * 4),
-    group(1) | dict.fromkeys(("advantages", "ref_logprobs", "messages", "inference_logprobs", "env_id", "group_id", "images"), None),
+    group(1)
+    | dict.fromkeys(
+        ("advantages", "ref_logprobs", "messages", "inference_logprobs", "env_id", "group_id", "images"), None
+    ),
     group(-5, length=1, size=1),
     group(1) | {"unknown": {"x": [1]}},
 ]
@@ -59,12 +62,16 @@ FAST = [
 @pytest.mark.usefixtures("no_slow_path")
 @pytest.mark.parametrize("value", FAST)
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
-def test_well_formed_groups_take_the_fast_path_and_keep_every_value(value: dict[str, Any], separators: tuple[str, str]) -> None:
+def test_well_formed_groups_take_the_fast_path_and_keep_every_value(
+    value: dict[str, Any], separators: tuple[str, str]
+) -> None:
     parsed = one(json.dumps(value, separators=separators).encode())
     stored = json.loads(parsed.payload)
     assert tuple(stored)[:14] == GROUP_FIELDS
     assert set(stored) - set(GROUP_FIELDS) <= set(EXTRA_FIELDS)
-    expected = {name: value.get(name) for name in GROUP_FIELDS} | {name: value[name] for name in EXTRA_FIELDS if value.get(name) is not None}
+    expected = {name: value.get(name) for name in GROUP_FIELDS} | {
+        name: value[name] for name in EXTRA_FIELDS if value.get(name) is not None
+    }
     assert stored == expected
     assert parsed.size == len(value["tokens"])
     assert parsed.num_tokens == sum(map(len, value["tokens"]))
@@ -74,7 +81,9 @@ def test_well_formed_groups_take_the_fast_path_and_keep_every_value(value: dict[
 
 @pytest.mark.usefixtures("no_slow_path")
 def test_numbers_of_a_group_can_be_stored_compactly() -> None:
-    value = group(1, length=500, inference_logprobs=[[-0.123456] * 500] * 4, messages=[[{"role": "user", "content": "1, 2"}]] * 4)
+    value = group(
+        1, length=500, inference_logprobs=[[-0.123456] * 500] * 4, messages=[[{"role": "user", "content": "1, 2"}]] * 4
+    )
     stored = one(json.dumps(value).encode())
     compact = without_blanks(stored.payload, stored.blanks)
     assert json.loads(compact) == json.loads(stored.payload)
@@ -108,7 +117,19 @@ def test_no_bad_number_gets_in(field: str, bad: str) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"null", b"1", b'"x"', b"{}", b"\xff\xfe", b"[" * 5000, b'{"tokens":' * 3000, b'{"tokens":[[1]],"masks":[[1]],"scores":[1],}'],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"1",
+        b'"x"',
+        b"{}",
+        b"\xff\xfe",
+        b"[" * 5000,
+        b'{"tokens":' * 3000,
+        b'{"tokens":[[1]],"masks":[[1]],"scores":[1],}',
+    ],
 )
 def test_what_is_no_group_is_refused(body: bytes) -> None:
     for many in (False, True):
@@ -132,11 +153,18 @@ def groups(draw: st.DrawFn) -> dict[str, Any]:
         "scores": draw(st.lists(numbers, min_size=len(tokens), max_size=len(tokens))),
     }
     if draw(st.booleans()):
-        value["inference_logprobs"] = [draw(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=len(row), max_size=len(row))) for row in tokens]
+        value["inference_logprobs"] = [
+            draw(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=len(row), max_size=len(row)))
+            for row in tokens
+        ]
     if draw(st.booleans()):
-        value["messages"] = draw(st.lists(st.lists(st.fixed_dictionaries({"role": st.text(), "content": st.text()}), max_size=2), max_size=3))
+        value["messages"] = draw(
+            st.lists(st.lists(st.fixed_dictionaries({"role": st.text(), "content": st.text()}), max_size=2), max_size=3)
+        )
     if draw(st.booleans()):
-        value["advantages"] = draw(st.lists(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), max_size=3), max_size=3))
+        value["advantages"] = draw(
+            st.lists(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), max_size=3), max_size=3)
+        )
     return value
 
 
@@ -148,14 +176,21 @@ def test_both_forms_keep_every_value(value: dict[str, Any], compact: bool) -> No
     assert {name: stored[name] for name in value} == value
     packed = binary.encode_group(value)
     (parsed,) = binary.parse_binary_groups(packed, many=False)
-    assert (parsed.size, parsed.num_tokens, parsed.scores) == (len(value["tokens"]), sum(map(len, value["tokens"])), value["scores"])
+    assert (parsed.size, parsed.num_tokens, parsed.scores) == (
+        len(value["tokens"]),
+        sum(map(len, value["tokens"])),
+        value["scores"],
+    )
     for again in (json.loads(binary.to_json(packed)), _plain(binary.decode_group(packed))):
         assert {name: again[name] for name in value} == value
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
     arrays = ("tokens", "masks", "inference_logprobs", "ref_logprobs", "advantages")
-    return {name: [row.tolist() for row in item] if name in arrays and item is not None else item for name, item in value.items()}
+    return {
+        name: [row.tolist() for row in item] if name in arrays and item is not None else item
+        for name, item in value.items()
+    }
 
 
 # ---- the binary form --------------------------------------------------------------------------------------------------
@@ -176,11 +211,17 @@ def packed_with(**changes: Any) -> bytes:
         ({"scores": np.array([0, 1, 2, math.inf]).tobytes()}, "score 3 is inf"),
         ({"scores": np.array([0.0, 1.0]).tobytes()}, "'scores' has 2 entries and 'tokens' has 4 sequences"),
         ({"lengths": np.array([3, 3, 9, -3], "<i4").tobytes()}, "'lengths' holds -3"),
-        ({"lengths": b"", "tokens": b"", "masks": b"", "scores": b"", "inference_logprobs": None}, "the group is empty"),
+        (
+            {"lengths": b"", "tokens": b"", "masks": b"", "scores": b"", "inference_logprobs": None},
+            "the group is empty",
+        ),
         ({"tokens": "text"}, "cannot be read"),
         ({"extra": 1}, "unknown field `extra`"),
         ({"messages": [[{"role": "user"}]]}, "needs role and content"),
-        ({"advantages": {"lengths": np.array([2], "<i4").tobytes(), "values": np.zeros(3, "<f4").tobytes()}}, "lengths that do not add up"),
+        (
+            {"advantages": {"lengths": np.array([2], "<i4").tobytes(), "values": np.zeros(3, "<f4").tobytes()}},
+            "lengths that do not add up",
+        ),
         ({"policy_versions": [[1]]}, "'policy_versions' has 1 entries for 4 sequences"),
     ],
 )

@@ -21,7 +21,13 @@ def test_the_table_shows_queue_trainer_and_environments(capsys: pytest.CaptureFi
                     "save_checkpoint_interval": 1, "starting_step": 3, "num_steps": 100}  # fmt: skip
         requests.post(f"{api.url}/register", json=settings, timeout=10)
         requests.get(f"{api.url}/batch", timeout=10)
-        env = {"max_token_length": 9, "desired_name": "maths", "weight": 1.0, "group_size": 4, "min_batch_allocation": 0.25}
+        env = {
+            "max_token_length": 9,
+            "desired_name": "maths",
+            "weight": 1.0,
+            "group_size": 4,
+            "min_batch_allocation": 0.25,
+        }
         requests.post(f"{api.url}/register-env", json=env, timeout=10)
         requests.post(f"{api.url}/scored_data", json=GROUP, timeout=10)
         assert status.main(["--url", api.url + "/"]) == 0
