@@ -241,7 +241,7 @@ def main() -> None:
         "--groups", type=int, default=2 * WORKERS, help="groups per measurement: whole waves of workers"
     )
     parser.add_argument("--rounds", type=int, default=2, help="measurements per side, alternating")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds one measurement may take")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds one measurement may take")
     parser.add_argument(
         "--role", choices=("compare", "server", "environment"), default="compare", help=argparse.SUPPRESS
     )
