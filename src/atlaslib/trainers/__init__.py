@@ -9,11 +9,10 @@ _HOMES = {
     "GRPOConfig": "atlaslib.trainers.grpo_config",
     "GRPOTrainer": "atlaslib.trainers.grpo",
     "TeacherGRPOTrainer": "atlaslib.trainers.teacher_trainers",
-    "GKDConfig": "atlaslib.trainers.gkd",
     "GKDTrainer": "atlaslib.trainers.gkd",
     "SFTTrainer": "atlaslib.trainers.sft",
 }
-__all__ = ["GKDConfig", "GKDTrainer", "GRPOConfig", "GRPOTrainer", "SFTTrainer", "TeacherGRPOTrainer"]
+__all__ = ["GKDTrainer", "GRPOConfig", "GRPOTrainer", "SFTTrainer", "TeacherGRPOTrainer"]
 
 
 def __getattr__(name: str) -> Any:
