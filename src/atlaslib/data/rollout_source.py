@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ class BatchClient(Protocol):
     def ack(self, seq: int) -> None: ...
     def commit(self, seq: int, step: int) -> None: ...
     def status(self) -> dict[str, Any]: ...
-    def report(self, source: str, step: int, metrics: dict[str, float]) -> None: ...
+    def report(self, source: str, step: int, metrics: dict[str, float]) -> bool | None: ...
     def close(self) -> None: ...
 
 
@@ -66,6 +66,7 @@ class RolloutSource:
         self.last_seq: int | None = None
         """sequence number of the newest batch whose samples were handed out"""
         self.totals: Counter[str] = Counter()
+        self._unreported: deque[tuple[int, dict[str, float]]] = deque(maxlen=1000)
 
     def register(self, **settings: Any) -> None:
         """Announce the trainer; ``resume_after`` names the last batch a checkpoint holds."""
@@ -102,10 +103,12 @@ class RolloutSource:
             self._client.commit(self.last_seq, step)
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
-        """Numbers for the live page; a page that does not answer never stops training."""
+        """Numbers for the live page and the lineage; what did not arrive goes with the next, and never stops training."""
+        trained_on = {} if self.last_seq is None else {"batch_seq": float(self.last_seq)}
+        self._unreported.append((step, {**metrics, **trained_on}))
         try:
-            trained_on = {} if self.last_seq is None else {"batch_seq": float(self.last_seq)}
-            self._client.report("trainer", step, {**metrics, **trained_on})
+            while self._unreported and self._client.report("trainer", *self._unreported[0]) is not False:
+                self._unreported.popleft()
         except Exception as error:  # the page is a convenience: whatever went wrong, training goes on
             logger.debug("could not report metrics of step %d: %r", step, error)
 

@@ -397,14 +397,17 @@ class TrainerClient:
         """Step and queue size."""
         return self._call("GET", "/status", None)
 
-    def report(self, source: str, step: int, metrics: dict[str, float]) -> None:
-        """Numbers for the live page; one try, as they are not worth waiting for."""
-        try:
-            self._http.request(
-                "POST", "/report", {"source": source, "step": step, "time": time.time(), "metrics": metrics}
-            )
-        except OSError as error:
-            logger.info("could not report metrics: %s", describe(error))
+    def report(self, source: str, step: int, metrics: dict[str, float]) -> bool:
+        """Numbers for the live page; False when they did not arrive: they are not worth waiting for."""
+        request = {"source": source, "step": step, "time": time.time(), "metrics": metrics}
+        for last in (False, True):  # a connection that was idle for long may be closed: once more on a new one
+            try:
+                self._http.request("POST", "/report", request)
+                return True
+            except OSError as error:
+                if last:
+                    logger.info("could not report metrics: %s", describe(error))
+        return False
 
     def close(self) -> None:
         """Close the connections."""

@@ -130,3 +130,35 @@ def test_a_wait_has_a_deadline_and_says_who_is_waited_for(client: TrainerClient,
 def test_a_stop_request_ends_the_wait(client: TrainerClient) -> None:
     source = make_source(client, should_stop=lambda: True)
     assert source.next(version=0) is None
+
+
+def test_a_report_that_did_not_arrive_goes_with_the_next(
+    client: TrainerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_source(client)
+    source.last_seq = 4
+    arrived: list[tuple[int, dict[str, float]]] = []
+    answers = iter([False, True, True])
+
+    def report(name: str, step: int, metrics: dict[str, float]) -> bool:
+        answer = next(answers)
+        if answer:
+            arrived.append((step, metrics))
+        return answer
+
+    monkeypatch.setattr(client, "report", report)
+    source.report(1, {"loss": 0.5})
+    assert arrived == []
+    source.last_seq = 5
+    source.report(2, {"loss": 0.25})
+    assert arrived == [(1, {"loss": 0.5, "batch_seq": 4.0}), (2, {"loss": 0.25, "batch_seq": 5.0})]
+
+
+def test_a_report_survives_a_connection_that_was_closed_meanwhile(client: TrainerClient) -> None:
+    client.status()
+    client._http._connection().sock.close()  # what a server does to a connection that was idle for long
+    assert client.report("trainer", 1, {"loss": 1.0})
+
+
+def test_a_report_to_nobody_is_not_delivered(free_port: int) -> None:
+    assert not TrainerClient(f"http://127.0.0.1:{free_port}").report("trainer", 1, {"loss": 1.0})
