@@ -51,7 +51,8 @@ class Engine:
         self._lock = threading.RLock()
         self._inbox: deque[Request] = deque()
         self._cancelled: deque[Request] = deque()
-        self._claims = 0  # threads that wait for `exclusive`
+        self._claims: deque[int] = deque()  # threads that wait for `exclusive`
+        self._exclusive_thread: int | None = None
         self._updating = False
         self._seeds = np.random.default_rng(self.config.seed) if self.config.seed is not None else None
         self.attach(model)
@@ -195,15 +196,18 @@ class Engine:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """No step runs inside this block: for a trainer's forward and backward beside an EngineThread."""
-        self._claims += 1  # a loop of steps would take the lock again before a waiting thread wakes up
+        """No step of another thread runs inside this block: for a trainer's forward and backward beside an EngineThread."""
+        me = threading.get_ident()
+        self._claims.append(me)  # a loop of steps would take the lock again before a waiting thread wakes up
         try:
             self._lock.acquire()
         finally:
-            self._claims -= 1
+            self._claims.remove(me)
+        outer, self._exclusive_thread = self._exclusive_thread, me
         try:
             yield
         finally:
+            self._exclusive_thread = outer
             self._lock.release()
 
     def _renew_cache(self) -> None:
@@ -218,7 +222,7 @@ class Engine:
 
     def step(self) -> bool:
         """Schedule, run, sample, finish. False when there was nothing to do."""
-        while self._claims:
+        while self._claims and self._exclusive_thread != threading.get_ident():
             time.sleep(0.0002)
         with self._lock:
             self._take_messages()

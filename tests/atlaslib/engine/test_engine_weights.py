@@ -149,6 +149,29 @@ def test_no_step_runs_while_the_weights_are_being_written(mode: str) -> None:
         assert all(len(set(v)) == 1 for v in versions)
 
 
+def test_exclusive_keeps_other_threads_out_and_lets_its_own_sample() -> None:
+    engine = Engine(tiny_causal_lm("llama"))
+    thread = EngineThread(engine).start()
+    future = thread.submit([5], SamplingParams(max_tokens=400, ignore_eos=True))
+
+    def claim() -> None:
+        with engine.exclusive():
+            pass
+
+    waiting = threading.Thread(target=claim)
+    with engine.exclusive():
+        before = engine.num_tokens
+        waiting.start()  # another claim must not block the thread that holds the model
+        time.sleep(0.05)
+        assert engine.num_tokens == before
+        assert len(engine.score([[5, 6, 7]])[0]) == 3
+        assert not future.done()
+    waiting.join(timeout=10)
+    assert not waiting.is_alive()
+    thread.stop()
+    assert future.done()
+
+
 def test_a_failed_update_still_counts_and_leaves_the_engine_usable() -> None:
     engine = Engine(tiny_causal_lm("llama"))
 
