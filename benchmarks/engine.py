@@ -65,7 +65,9 @@ def cuda_load(name: str, vocab: int, mixed_slots: int) -> Load:
         return Load(f"mixed x{count}", random_prompts(count, 32, 224, vocab, 2), new, mixed_slots)
     if name.endswith("g"):  # groups of eight samples of one prompt, as a trainer asks
         count = int(name[:-1])
-        return Load(f"{count} x 256, by 8", random_prompts(count // 8, 128, 128, vocab, 4), [256] * (count // 8), count, 8)
+        return Load(
+            f"{count} x 256, by 8", random_prompts(count // 8, 128, 128, vocab, 4), [256] * (count // 8), count, 8
+        )
     count = int(name)
     return Load(f"{count} x 256", random_prompts(count, 128, 128, vocab, 3), [256] * count, count)
 
@@ -276,7 +278,9 @@ def bench_cpu(args: argparse.Namespace) -> list[Row]:
         start = time.process_time()
         row = run()
         row.what += name
-        row.extra["tok_per_cpu_s"] = row.tokens / (time.process_time() - start)  # fair on a machine that does other things too
+        row.extra["tok_per_cpu_s"] = row.tokens / (
+            time.process_time() - start
+        )  # fair on a machine that does other things too
         rows.append(row)
         show(row)
 

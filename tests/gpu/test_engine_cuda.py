@@ -34,7 +34,10 @@ def naive_decode(case: dict[str, Any], scale: float, window: int | None, softcap
     group = case["query"].shape[0] // case["keys"].shape[2]
     for row, length in enumerate(case["lengths"].tolist()):
         blocks = case["tables"][row].long()
-        keys, values = (case[name][blocks].flatten(0, 1)[:length].double().repeat_interleave(group, 1) for name in ("keys", "values"))
+        keys, values = (
+            case[name][blocks].flatten(0, 1)[:length].double().repeat_interleave(group, 1)
+            for name in ("keys", "values")
+        )
         scores = torch.einsum("hd,nhd->hn", case["query"][:, row].double(), keys) * scale
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
@@ -47,7 +50,9 @@ def naive_decode(case: dict[str, Any], scale: float, window: int | None, softcap
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 32), (14, 2, 64), (28, 4, 128), (3, 1, 48), (4, 2, 256)])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 5.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_paged_decode(heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None, dtype: torch.dtype) -> None:
+def test_paged_decode(
+    heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None, dtype: torch.dtype
+) -> None:
     from atlaslib.engine import kernels
 
     case = paged_case(heads, kv_heads, dim, [1, 16, 17, 100, 128, 63], dtype)
@@ -62,7 +67,10 @@ def test_write_kv_puts_rows_where_the_slots_say_and_skips_negative_ones() -> Non
 
     keys = torch.zeros(4, 16, 3, 20, device=DEVICE)
     values = torch.zeros(4, 16, 3, 24, device=DEVICE)
-    key, value = torch.randn(5, 3, 20, device=DEVICE).transpose(0, 1), torch.randn(5, 3, 24, device=DEVICE).transpose(0, 1)
+    key, value = (
+        torch.randn(5, 3, 20, device=DEVICE).transpose(0, 1),
+        torch.randn(5, 3, 24, device=DEVICE).transpose(0, 1),
+    )
     slots = torch.tensor([3, -1, 63, 17, 0], device=DEVICE)
     kernels.write_kv(keys, values, slots, key, value)
     for row, slot in enumerate(slots.tolist()):
@@ -100,7 +108,9 @@ def test_sampling_kernel_agrees_with_the_plain_functions() -> None:
     weights = torch.softmax(logits.double() / temperatures.double().clamp(min=1e-9)[:, None], -1)
     expected = inverse_cdf(weights[64:], uniforms(seeds, info[:, 4])[64:])
     assert float((expected == tokens[64:]).float().mean()) > 0.98
-    torch.testing.assert_close(out[1, :rows].view(torch.float32), token_logprobs(logits, tokens, temperatures), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        out[1, :rows].view(torch.float32), token_logprobs(logits, tokens, temperatures), atol=2e-5, rtol=1e-5
+    )
     torch.testing.assert_close(out[2, :rows].view(torch.float32), token_logprobs(logits, tokens), atol=2e-5, rtol=1e-5)
 
 
@@ -114,7 +124,9 @@ def test_sampling_kernel_draws_from_the_distribution() -> None:
     logits[0, places] = probs.log()
     info = make_info(rows, torch.ones(rows, device=DEVICE), torch.full((rows,), 77, device=DEVICE))
     out = torch.zeros(3, rows, dtype=torch.int32, device=DEVICE)
-    kernels.sample_rows(logits.expand(rows, -1).contiguous(), info, out, torch.zeros(rows, dtype=torch.int64, device=DEVICE))
+    kernels.sample_rows(
+        logits.expand(rows, -1).contiguous(), info, out, torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    )
     shares = torch.bincount(out[0].long(), minlength=9000)[places] / rows
     torch.testing.assert_close(shares, probs, atol=0.015, rtol=0)
 
@@ -147,10 +159,14 @@ def test_graphs_running_ahead_and_stop_tokens_change_nothing() -> None:
 
     model = tiny_causal_lm("qwen2").to(DEVICE)
     prompts = [[3 + i, 8, 20 + i] for i in range(12)]
-    params = [SamplingParams(n=2, max_tokens=10 + 3 * i, seed=i, stop_token_ids=list(range(100, 130))) for i in range(12)]
+    params = [
+        SamplingParams(n=2, max_tokens=10 + 3 * i, seed=i, stop_token_ids=list(range(100, 130))) for i in range(12)
+    ]
     runs = []
     for graphs in (True, False):
-        engine = Engine(model, config=EngineConfig(max_num_seqs=8, num_blocks=200, cuda_graphs=graphs, fused_kernels=graphs))
+        engine = Engine(
+            model, config=EngineConfig(max_num_seqs=8, num_blocks=200, cuda_graphs=graphs, fused_kernels=graphs)
+        )
         runs.append([reply for group in engine.generate(prompts, params) for reply in group])
         assert engine.stats()["running"] == 0
         assert engine.stats()["cache_used"] == 0.0
@@ -187,7 +203,9 @@ def test_an_update_in_place_is_seen_by_captured_graphs() -> None:
             parameter.mul_(1.3)
     reply = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=12, ignore_eos=True, seed=1))[0][0]
     assert reply.versions == [1] * 12
-    scores = Engine(model, config=EngineConfig(max_num_seqs=8, num_blocks=100, cuda_graphs=False)).score([[5, 6, 7, *reply.token_ids]])[0]
+    scores = Engine(model, config=EngineConfig(max_num_seqs=8, num_blocks=100, cuda_graphs=False)).score(
+        [[5, 6, 7, *reply.token_ids]]
+    )[0]
     torch.testing.assert_close(torch.tensor(scores[3:]), torch.tensor(reply.logprobs), atol=1e-3, rtol=0)
 
 
@@ -202,7 +220,9 @@ def test_merged_weights_are_the_same_parameters_and_follow_new_storage() -> None
         assert id(parameter) == before[name][0]
         assert torch.equal(parameter, before[name][1])
     attention = model.model.layers[0].self_attn
-    assert attention.k_proj.weight.data_ptr() == attention.q_proj.weight.data_ptr() + attention.q_proj.weight.numel() * 4
+    assert (
+        attention.k_proj.weight.data_ptr() == attention.q_proj.weight.data_ptr() + attention.q_proj.weight.numel() * 4
+    )
     with engine.updating():
         for parameter in model.parameters():
             parameter.data = parameter.data * 1.2  # new storage, as some optimizers and loaders leave it

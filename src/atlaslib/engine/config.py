@@ -58,7 +58,9 @@ class EngineConfig:
     """CPU: torch threads during a step; None: one for small models, torch's own number for the others."""
 
     def __post_init__(self) -> None:
-        _positive(self, "max_model_len", "max_num_seqs", "max_prefill_tokens", "block_size", "num_blocks", "num_threads")
+        _positive(
+            self, "max_model_len", "max_num_seqs", "max_prefill_tokens", "block_size", "num_blocks", "num_threads"
+        )
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"memory_fraction must lie in (0, 1], got {self.memory_fraction!r}")
         if self.update_mode not in UPDATE_MODES:

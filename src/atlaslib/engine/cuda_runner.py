@@ -72,7 +72,15 @@ class CudaRunner(ModelRunner):
             context.ragged = ragged_layout(context, self.to_device)
 
     def _attend(
-        self, context: StepContext, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+        self,
+        context: StepContext,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         keys, values = context.cache.keys[layer], context.cache.values[layer]
         kernels.write_kv(keys, values, context.slots, key, value)
@@ -80,7 +88,12 @@ class CudaRunner(ModelRunner):
             return kernels.paged_decode(
                 query, keys, values, self.tables, context.table_rows, context.lengths, scale, window, softcap
             )
-        if softcap is not None or query.dtype == torch.float32 or query.shape[2] > 256 or query.shape[2] != value.shape[2]:
+        if (
+            softcap is not None
+            or query.dtype == torch.float32
+            or query.shape[2] > 256
+            or query.shape[2] != value.shape[2]
+        ):
             return attention.attend_torch(context, layer, query, key, value, scale, window, softcap)
         return _ragged_flash(context, layer, query, key, value, scale, window)
 
@@ -112,7 +125,11 @@ class CudaRunner(ModelRunner):
     def _decode_graph_body(self, size: int) -> Tensor:
         info = self.info[:size]
         context = StepContext(
-            cache=self.cache, slots=info[:, 2].contiguous(), table_rows=info[:, 0], lengths=info[:, 3], attend=self._attend
+            cache=self.cache,
+            slots=info[:, 2].contiguous(),
+            table_rows=info[:, 0],
+            lengths=info[:, 3],
+            attend=self._attend,
         )
         ids = self.last_tokens[info[:, 0]]
         logits = self.forward(ids, info[:, 1].contiguous(), context, None)
@@ -163,7 +180,9 @@ class CudaRunner(ModelRunner):
         batch, block = len(plan.slots), self.config.block_size
         info[:batch, 0] = plan.slots
         info[:batch, 1] = plan.positions
-        info[:batch, 2] = table.block_tables[plan.slots, plan.positions // block].astype(np.int64) * block + plan.positions % block
+        info[:batch, 2] = (
+            table.block_tables[plan.slots, plan.positions // block].astype(np.int64) * block + plan.positions % block
+        )
         info[:batch, 3] = plan.positions + 1
         info[:batch, 4] = plan.at
         info[:batch, 5] = table.seed[plan.slots]
@@ -221,7 +240,10 @@ def ragged_layout(context: StepContext, to_device: ToDevice) -> tuple[Tensor, Te
     if (counts != totals).any():
         size = context.cache.block_size
         inside = np.arange(size)
-        flat = [(span.blocks[:, None] * size + inside).reshape(-1)[:total] for span, total in zip(context.spans, totals, strict=True)]
+        flat = [
+            (span.blocks[:, None] * size + inside).reshape(-1)[:total]
+            for span, total in zip(context.spans, totals, strict=True)
+        ]
         places = to_device(np.concatenate(flat))
     return offsets[0], offsets[1], int(counts.max()), int(totals.max()), places
 

@@ -70,7 +70,9 @@ class Engine:
             self.runner = make_runner(model, config, wanted)
             self.max_model_len = min(wanted, self.runner.num_blocks * config.block_size)
             self.blocks = BlockManager(self.runner.num_blocks, config.block_size)
-            self.table = SlotTable(config.max_num_seqs, self.blocks.blocks_for(self.max_model_len), eos_ids(model, self.tokenizer))
+            self.table = SlotTable(
+                config.max_num_seqs, self.blocks.blocks_for(self.max_model_len), eos_ids(model, self.tokenizer)
+            )
             self.outputs = Outputs(self.table, self.tokenizer)
             self.scheduler = Scheduler(
                 self.blocks,
@@ -128,7 +130,9 @@ class Engine:
         if not prompt.size:
             raise EngineInputError("the prompt is empty; it needs at least one token")
         if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-            raise EngineInputError(f"the prompt must be a list of token ids, got {prompt.ndim} dimensions of {prompt.dtype}")
+            raise EngineInputError(
+                f"the prompt must be a list of token ids, got {prompt.ndim} dimensions of {prompt.dtype}"
+            )
         self._check_ids("prompt", int(prompt.min()), int(prompt.max()))
         for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if ids:

@@ -144,7 +144,11 @@ def exact_token_logprobs(logits: Tensor, tokens: Tensor, temperature: Tensor | f
 _ELEMENTWISE = {
     torch._C._nn.silu,
     torch._C._nn.gelu,
-    *(getattr(owner, name) for owner in (torch, torch.Tensor) for name in ("tanh", "sigmoid", "exp", "cos", "sin", "rsqrt")),
+    *(
+        getattr(owner, name)
+        for owner in (torch, torch.Tensor)
+        for name in ("tanh", "sigmoid", "exp", "cos", "sin", "rsqrt")
+    ),
 }
 _MEANS = {torch.mean, torch.Tensor.mean}
 
@@ -168,7 +172,9 @@ class _ExactAttention(torch.autograd.Function):
     """Forward in fixed order, backward through ordinary attention recomputed from the same inputs."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float, softcap: float | None) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float, softcap: float | None
+    ) -> Tensor:
         ctx.save_for_backward(query, key, value, allowed)
         ctx.scale, ctx.softcap = scale, softcap
         return exact_attention(query, key, value, allowed, scale, softcap)
@@ -203,7 +209,12 @@ def _trainer_attention(
     allowed = causal_mask(length, length, 0, sliding_window, query.device).repeat(group, 1)[None]
     scale = scaling if scaling is not None else dim**-0.5
     out: Tensor = _ExactAttention.apply(  # type: ignore[no-untyped-call]
-        query.reshape(batch * kv_heads, group * length, dim), key.flatten(0, 1), value.flatten(0, 1), allowed, scale, softcap
+        query.reshape(batch * kv_heads, group * length, dim),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        allowed,
+        scale,
+        softcap,
     )
     return out.reshape(batch, heads, length, -1).transpose(1, 2), None
 
@@ -255,7 +266,9 @@ def attend_exact(
     kv_heads = key.shape[0]
     if context.tables is not None and context.lengths is not None:
         batch = context.tables.shape[0]
-        keys, values = (cache.rows(tensor[layer], context.tables) for tensor in (cache.keys, cache.values))  # [B, kv_heads, L, dim]
+        keys, values = (
+            cache.rows(tensor[layer], context.tables) for tensor in (cache.keys, cache.values)
+        )  # [B, kv_heads, L, dim]
         place = torch.arange(keys.shape[2])[None, :]
         allowed = place < context.lengths[:, None]
         if window is not None:

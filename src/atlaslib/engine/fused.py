@@ -168,7 +168,11 @@ def _mlp_forward(module: Any, merge: bool) -> Callable[..., Any]:
     def forward(x: Tensor) -> Any:
         if attention.current() is None:
             return type(module).forward(module, x)
-        gate, up = torch.split(merged.together(x), merged.sizes, dim=-1) if merged else (module.gate_proj(x), module.up_proj(x))
+        gate, up = (
+            torch.split(merged.together(x), merged.sizes, dim=-1)
+            if merged
+            else (module.gate_proj(x), module.up_proj(x))
+        )
         return module.down_proj(kernels.silu_mul(gate, up))
 
     return forward

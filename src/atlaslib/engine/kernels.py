@@ -21,7 +21,21 @@ FEW_ROWS = (32, 1, 2)  # head sizes to 64, when there are fewer than 1024 rows o
 
 
 @triton.jit
-def _write_kv(KEY, VALUE, KEYS, VALUES, SLOTS, k_head, k_row, v_head, v_row, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr):
+def _write_kv(
+    KEY,
+    VALUE,
+    KEYS,
+    VALUES,
+    SLOTS,
+    k_head,
+    k_row,
+    v_head,
+    v_row,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     row = tl.program_id(0)
     slot = tl.load(SLOTS + row)
     if slot < 0:
@@ -77,7 +91,9 @@ def _paged_decode(QUERY, KEYS, VALUES, OUT, TABLES, SLOTS, LENGTHS, scale, softc
         weights = tl.where(valid[None, :], tl.exp(scores - higher[:, None]), 0.0)
         shrink = tl.exp(peak - higher)
         total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee" if EXACT else "tf32")
+        acc = acc * shrink[:, None] + tl.dot(
+            weights.to(value.dtype), value, input_precision="ieee" if EXACT else "tf32"
+        )
         peak = higher
     result = acc / tl.maximum(total, 1e-30)[:, None]
     out_at = (row * KV_HEADS + head) * GROUP * DV + g[:, None] * DV + dv[None, :]
@@ -131,12 +147,30 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     flat = x.reshape(-1, width)
     out = torch.empty(flat.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
     pad = triton.next_power_of_2(width)
-    _rms_norm[(flat.shape[0],)](flat, weight, out, eps, flat.stride(0), WIDTH=width, PAD=pad, num_warps=1 if pad <= 256 else 4)
+    _rms_norm[(flat.shape[0],)](
+        flat, weight, out, eps, flat.stride(0), WIDTH=width, PAD=pad, num_warps=1 if pad <= 256 else 4
+    )
     return out.view(x.shape)
 
 
 @triton.jit
-def _rope(Q, K, COS, SIN, QO, KO, q_head, q_row, k_head, k_row, QH: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr):
+def _rope(
+    Q,
+    K,
+    COS,
+    SIN,
+    QO,
+    KO,
+    q_head,
+    q_row,
+    k_head,
+    k_row,
+    QH: tl.constexpr,
+    KH: tl.constexpr,
+    HALF: tl.constexpr,
+    PAD: tl.constexpr,
+    HEADS: tl.constexpr,
+):
     row = tl.program_id(0)
     h = tl.arange(0, HEADS)[:, None]
     d = tl.arange(0, PAD)[None, :]
@@ -150,8 +184,14 @@ def _rope(Q, K, COS, SIN, QO, KO, q_head, q_row, k_head, k_row, QH: tl.constexpr
     is_k = (h >= QH) & (h < QH + KH)
     q_at = h * q_head + row * q_row + d
     k_at = (h - QH) * k_head + row * k_row + d
-    x1 = tl.where(is_q, tl.load(Q + q_at, mask=is_q & inside, other=0.0), tl.load(K + k_at, mask=is_k & inside, other=0.0))
-    x2 = tl.where(is_q, tl.load(Q + q_at + HALF, mask=is_q & inside, other=0.0), tl.load(K + k_at + HALF, mask=is_k & inside, other=0.0))
+    x1 = tl.where(
+        is_q, tl.load(Q + q_at, mask=is_q & inside, other=0.0), tl.load(K + k_at, mask=is_k & inside, other=0.0)
+    )
+    x2 = tl.where(
+        is_q,
+        tl.load(Q + q_at + HALF, mask=is_q & inside, other=0.0),
+        tl.load(K + k_at + HALF, mask=is_k & inside, other=0.0),
+    )
     kind = x1.dtype
     y1 = (x1 * cos_1).to(kind).to(tl.float32) + ((-x2) * sin_1).to(kind).to(tl.float32)
     y2 = (x2 * cos_2).to(kind).to(tl.float32) + (x1 * sin_2).to(kind).to(tl.float32)
@@ -194,7 +234,9 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows = out.numel() // width
     size = min(2048, triton.next_power_of_2(width))
-    _silu_mul[(rows, triton.cdiv(width, size))](gate, up, out, gate.stride(-2), up.stride(-2), width, SIZE=size, num_warps=4)
+    _silu_mul[(rows, triton.cdiv(width, size))](
+        gate, up, out, gate.stride(-2), up.stride(-2), width, SIZE=size, num_warps=4
+    )
     return out
 
 
@@ -231,7 +273,20 @@ def _mix(seed, counter):
 
 
 @triton.jit
-def _pick(LOGITS, INFO, STATS, OUT, LAST, vocab, row_step, num_chunks, out_step, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, INFO_WIDTH: tl.constexpr):
+def _pick(
+    LOGITS,
+    INFO,
+    STATS,
+    OUT,
+    LAST,
+    vocab,
+    row_step,
+    num_chunks,
+    out_step,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    INFO_WIDTH: tl.constexpr,
+):
     row = tl.program_id(0)
     info = INFO + row * INFO_WIDTH
     temperature = tl.load(info + 6).to(tl.int32).to(tl.float32, bitcast=True)
@@ -279,7 +334,9 @@ def sample_rows(logits: Tensor, info: Tensor, out: Tensor, last_tokens: Tensor) 
     stats = torch.empty(rows, chunks, 5, dtype=torch.float32, device=logits.device)
     width = info.shape[1]
     step: Any = logits.stride(0)
-    _chunk_stats[(rows, chunks)](logits, info, stats, vocab, step, chunks, CHUNK=SAMPLE_CHUNK, INFO_WIDTH=width, num_warps=8)
+    _chunk_stats[(rows, chunks)](
+        logits, info, stats, vocab, step, chunks, CHUNK=SAMPLE_CHUNK, INFO_WIDTH=width, num_warps=8
+    )
     _pick[(rows,)](
         logits, info, stats, out, last_tokens, vocab, step, chunks, out.stride(0),
         CHUNKS=triton.next_power_of_2(chunks), CHUNK=SAMPLE_CHUNK, INFO_WIDTH=width, num_warps=8,

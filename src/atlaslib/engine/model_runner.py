@@ -167,7 +167,11 @@ class ModelRunner:
             count = chunk.end - chunk.start
             places = np.arange(chunk.start, chunk.end)
             blocks = np.array(chunk.seq.blocks[: -(-chunk.end // size)], dtype=np.int64)
-            packed.append(np.stack([chunk.seq.tokens[chunk.start : chunk.end], places, blocks[places // size] * size + places % size]))
+            packed.append(
+                np.stack(
+                    [chunk.seq.tokens[chunk.start : chunk.end], places, blocks[places // size] * size + places % size]
+                )
+            )
             spans.append(Span(row, count, chunk.start, blocks))
             if chunk.seq.request.wants_prompt_logprobs:
                 keep += range(row, row + count)
@@ -295,9 +299,7 @@ class ModelRunner:
             params.presence = column("presence_penalty", torch.float32)
             params.frequency = column("frequency_penalty", torch.float32)
             params.prompt_tokens = [seq.request.prompt.tolist() for seq in rows if seq is not None]
-            params.reply_tokens = [
-                table.out[0][slot, :count].tolist() for slot, count in zip(slots, at, strict=True)
-            ]
+            params.reply_tokens = [table.out[0][slot, :count].tolist() for slot, count in zip(slots, at, strict=True)]
         return params
 
     def to_device(self, values: np.ndarray[Any, Any]) -> Tensor:

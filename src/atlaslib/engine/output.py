@@ -78,7 +78,10 @@ class Outputs:
         request = seq.request
         completion = self.table.part(seq, 0, count)
         completion.finish_reason, completion.stop_reason = ending
-        completion.prompt_logprobs, completion.prompt_top_logprobs = request.prompt_logprobs, request.prompt_top_logprobs
+        completion.prompt_logprobs, completion.prompt_top_logprobs = (
+            request.prompt_logprobs,
+            request.prompt_top_logprobs,
+        )
         if seq.slot >= 0:
             self.stream(seq, count, ending)
         completion.text = self._final_text(seq, completion.token_ids, ending)

@@ -223,7 +223,9 @@ class Scheduler:
         """Slots of running samples whose last token is not already on its way."""
         if self._slots is None:
             self._slots = np.array([seq.slot for seq in self.running], dtype=np.int64)
-        unfinished: np.ndarray[Any, Any] = self._slots[self.table.generated[self._slots] < self.table.max_new[self._slots]]
+        unfinished: np.ndarray[Any, Any] = self._slots[
+            self.table.generated[self._slots] < self.table.max_new[self._slots]
+        ]
         return unfinished
 
     def plan_of(self, slots: np.ndarray[Any, Any]) -> DecodePlan:

@@ -30,7 +30,9 @@ class Completion:
 
     token_ids: list[int]
     logprobs: list[float]  # at the distribution the token was drawn from
-    temperature_logprobs: list[float]  # softmax(logits / T), no truncation, bias or penalties: a trainer's ratio uses it
+    temperature_logprobs: list[
+        float
+    ]  # softmax(logits / T), no truncation, bias or penalties: a trainer's ratio uses it
     raw_logprobs: list[float]  # softmax(logits)
     versions: list[int]  # policy version that made the token
     finish_reason: str | None  # "stop" | "length" | "abort"; None in a streamed part that is not the last

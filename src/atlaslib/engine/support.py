@@ -19,11 +19,15 @@ def check_supported(model: Any) -> None:
     """Raise UnsupportedModelError for what can be told from the config."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_output_embeddings"):
-        raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model; the engine needs a causal language model")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not a transformers model; the engine needs a causal language model"
+        )
     reason = _reason(model, config)
     if reason:
         kind = getattr(config, "model_type", "?")
-        raise UnsupportedModelError(f"the engine cannot sample from {type(model).__name__} (model_type {kind!r}): {reason}")
+        raise UnsupportedModelError(
+            f"the engine cannot sample from {type(model).__name__} (model_type {kind!r}): {reason}"
+        )
 
 
 def _reason(model: Any, config: Any) -> str | None:
@@ -34,7 +38,11 @@ def _reason(model: Any, config: Any) -> str | None:
         return "it is an encoder-decoder; only decoder-only models are supported"
     if model.get_output_embeddings() is None:
         return "it has no output embeddings, so it is not a language model head"
-    if hasattr(text, "state_size") or hasattr(text, "mamba_d_state") or getattr(text, "model_type", "") in ("rwkv", "mamba"):
+    if (
+        hasattr(text, "state_size")
+        or hasattr(text, "mamba_d_state")
+        or getattr(text, "model_type", "") in ("rwkv", "mamba")
+    ):
         return "it is a state-space model, its memory is not keys and values"
     if layer_types - KNOWN_LAYER_TYPES:
         return f"its layer types {sorted(layer_types - KNOWN_LAYER_TYPES)} keep state that is not keys and values"
@@ -79,9 +87,13 @@ def probe(engine: Any) -> None:
     model, vocab = engine.model, engine.runner.vocab_size
     tokens = [(7919 * i + 11) % vocab for i in range(min(12, engine.max_model_len - 4))]
     try:
-        reply = engine.generate([tokens], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=0))[0][0]
+        reply = engine.generate(
+            [tokens], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
+        )[0][0]
     except NotImplementedError as error:
-        raise UnsupportedModelError(f"the engine cannot sample from {type(model).__name__}: its attention uses {error}") from error
+        raise UnsupportedModelError(
+            f"the engine cannot sample from {type(model).__name__}: its attention uses {error}"
+        ) from error
     whole = tokens + reply.token_ids
     ids = torch.tensor([whole], device=engine.runner.device)
     with engine.runner.inference_mode():

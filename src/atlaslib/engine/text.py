@@ -48,7 +48,9 @@ class TextStream:
         if not final:
             end -= max((_overlap(self.text, stop) for stop in self.stops), default=0)
         elif self.stop is None and self._read < len(self._ids):
-            self.text += self._decode(self._ids[self._context :])[len(self._decode(self._ids[self._context : self._read])) :]
+            self.text += self._decode(self._ids[self._context :])[
+                len(self._decode(self._ids[self._context : self._read])) :
+            ]
             self._read = len(self._ids)
             end = len(self.text)
         new = self.text[self._emitted : end]

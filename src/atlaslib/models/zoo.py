@@ -19,7 +19,10 @@ _COMMON: dict[str, Any] = {
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
-    "smollm2": ("Llama", {"tie_word_embeddings": True, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48}),
+    "smollm2": (
+        "Llama",
+        {"tie_word_embeddings": True, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48},
+    ),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "mistral": ("Mistral", {"sliding_window": None}),

@@ -19,7 +19,9 @@ def plain_logprobs(model: Any, tokens: list[int], temperature: float = 1.0) -> t
     return torch.log_softmax(logits, -1)[torch.arange(len(tokens) - 1), tokens[1:]]
 
 
-def largest_difference(model: Any, prompts: list[list[int]], replies: list[list[Any]], temperature: float = 1.0) -> float:
+def largest_difference(
+    model: Any, prompts: list[list[int]], replies: list[list[Any]], temperature: float = 1.0
+) -> float:
     worst = 0.0
     for prompt, completions in zip(prompts, replies, strict=True):
         for reply in completions:
@@ -60,7 +62,9 @@ def test_greedy_equals_transformers_generate() -> None:
     model = tiny_causal_lm("qwen3")
     prompt = some_prompts(1)[0]
     reply = Engine(model).generate([prompt], SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))[0][0]
-    expected = model.generate(torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False, eos_token_id=None)
+    expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False, eos_token_id=None
+    )
     assert reply.token_ids == expected[0, len(prompt) :].tolist()
 
 
@@ -78,7 +82,9 @@ def test_training_mode_dropout_and_checkpointing_are_left_as_they_were() -> None
 def test_a_model_with_lora_adapters_samples_with_them() -> None:
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(tiny_causal_lm("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5))
+    model = get_peft_model(
+        tiny_causal_lm("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.5)
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:

@@ -83,7 +83,9 @@ def expected() -> list[list[int]]:
     ],
     ids=["block of one", "chunks of one", "chunks", "one slot", "no prefix cache", "tiny cache", "small cache"],
 )
-def test_replies_do_not_depend_on_blocks_chunks_slots_or_preemption(config: EngineConfig, expected: list[list[int]]) -> None:
+def test_replies_do_not_depend_on_blocks_chunks_slots_or_preemption(
+    config: EngineConfig, expected: list[list[int]]
+) -> None:
     engine = Engine(tiny_causal_lm("llama"), config=config)
     assert replies_of(engine, PROMPTS, PARAMS) == expected
     stats = engine.stats()
@@ -124,7 +126,9 @@ def test_separate_requests_with_the_same_beginning_read_it_once() -> None:
     system = list(range(10, 50))
     prompts = [[*system, 100 + i] for i in range(6)] + [system] * 3 + [[7, 8, 9]]
     replies = engine.generate(prompts, SamplingParams(max_tokens=5, seed=1, ignore_eos=True))
-    assert sum(read) == 41 + 5 * 1 + 3 * 8 + 3  # the last token of a prompt is always run, so `system` reads its last block
+    assert (
+        sum(read) == 41 + 5 * 1 + 3 * 8 + 3
+    )  # the last token of a prompt is always run, so `system` reads its last block
     alone = Engine(engine.model, config=EngineConfig(prefix_cache=False))
     for prompt, group in zip(prompts, replies, strict=True):
         expected = alone.generate([prompt], SamplingParams(max_tokens=5, seed=1, ignore_eos=True))[0][0]
@@ -138,7 +142,10 @@ def test_scoring_keeps_the_logits_of_a_bounded_number_of_tokens() -> None:
     engine.scheduler.max_scored_tokens = 16
     widest: list[int] = []
     original = engine.runner.forward
-    engine.runner.forward = lambda ids, positions, context, keep: (widest.append(len(keep)), original(ids, positions, context, keep))[1]  # type: ignore[method-assign,func-returns-value]
+    engine.runner.forward = lambda ids, positions, context, keep: (
+        widest.append(len(keep)),
+        original(ids, positions, context, keep),
+    )[1]  # type: ignore[method-assign,func-returns-value]
     for a, b in zip(whole, engine.score([[5 + i for i in range(60)], [7] * 50]), strict=True):
         assert a == pytest.approx(b, abs=1e-4)
     assert max(widest) == 16
@@ -153,7 +160,9 @@ def test_next_turn_finds_the_reply_in_the_cache() -> None:
     again = engine.generate([turn], SamplingParams(max_tokens=5, seed=1, ignore_eos=True))[0][0]
     assert engine.blocks.hits - before == 20  # five whole blocks of 21 - 1 computed tokens
     fresh = Engine(engine.model, config=EngineConfig(prefix_cache=False))
-    assert fresh.generate([turn], SamplingParams(max_tokens=5, seed=1, ignore_eos=True))[0][0].token_ids == again.token_ids
+    assert (
+        fresh.generate([turn], SamplingParams(max_tokens=5, seed=1, ignore_eos=True))[0][0].token_ids == again.token_ids
+    )
 
 
 def test_requests_join_and_leave_at_every_step() -> None:
@@ -189,7 +198,9 @@ def test_a_long_prompt_does_not_stall_running_replies() -> None:
 
 
 def test_a_cache_without_room_says_so() -> None:
-    with pytest.raises(EngineMemoryError, match=r"not even one cache block of 16 KiB fits into 5000 B|not even one cache block"):
+    with pytest.raises(
+        EngineMemoryError, match=r"not even one cache block of 16 KiB fits into 5000 B|not even one cache block"
+    ):
         Engine(tiny_causal_lm("llama"), config=EngineConfig(cpu_cache_bytes=5000))
 
 
@@ -202,7 +213,15 @@ def test_max_model_len_shrinks_to_what_the_cache_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("max_num_seqs", 0), ("block_size", -1), ("memory_fraction", 1.5), ("update_mode", "drian"), ("cached_keys", "x"), ("num_blocks", 2.5)]
+    ("field", "value"),
+    [
+        ("max_num_seqs", 0),
+        ("block_size", -1),
+        ("memory_fraction", 1.5),
+        ("update_mode", "drian"),
+        ("cached_keys", "x"),
+        ("num_blocks", 2.5),
+    ],
 )
 def test_impossible_settings_are_named(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=field):

@@ -99,7 +99,14 @@ def test_attention_equals_the_naive_one_and_ignores_later_keys() -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=0.25)
     torch.testing.assert_close(whole, expected, atol=1e-5, rtol=1e-5)
     for row in (0, 15, 33, 69):
-        one = exact_attention(q[:, row : row + 1], k[:, : row + 1], v[:, : row + 1], torch.ones(1, 1, row + 1, dtype=torch.bool), 0.25, None)
+        one = exact_attention(
+            q[:, row : row + 1],
+            k[:, : row + 1],
+            v[:, : row + 1],
+            torch.ones(1, 1, row + 1, dtype=torch.bool),
+            0.25,
+            None,
+        )
         assert torch.equal(one[:, 0], whole[:, row])
 
 

@@ -171,7 +171,9 @@ def test_impossible_sampling_values_are_named(settings: dict[str, Any], message:
 
 
 def test_an_unknown_sampling_field_gets_the_nearest_name() -> None:
-    with pytest.raises(EngineInputError, match=r"unknown sampling parameter 'temprature'; did you mean 'temperature'\?"):
+    with pytest.raises(
+        EngineInputError, match=r"unknown sampling parameter 'temprature'; did you mean 'temperature'\?"
+    ):
         SamplingParams.from_dict({"temprature": 1.0})
     assert SamplingParams.from_dict({"stop": "x", "top_k": -1}) == SamplingParams(stop=["x"])
 
@@ -202,7 +204,11 @@ def test_thread_serves_many_callers(engine: Engine) -> None:
     results: dict[int, list[int]] = {}
 
     def call(i: int) -> None:
-        results[i] = thread.submit([5 + i], SamplingParams(max_tokens=6, seed=1, ignore_eos=True)).result(timeout=30)[0].token_ids
+        results[i] = (
+            thread.submit([5 + i], SamplingParams(max_tokens=6, seed=1, ignore_eos=True))
+            .result(timeout=30)[0]
+            .token_ids
+        )
 
     callers = [threading.Thread(target=call, args=(i,)) for i in range(6)]
     for caller in callers:
@@ -226,7 +232,9 @@ def test_a_cancelled_future_frees_its_slot(tiny_tokenizer: Any) -> None:
     engine = Engine(model, tiny_tokenizer, EngineConfig(max_num_seqs=1))
     thread = EngineThread(engine)
     started = threading.Event()
-    endless = thread.submit(PROMPT, SamplingParams(max_tokens=500, ignore_eos=True), on_tokens=lambda i, p: started.set())
+    endless = thread.submit(
+        PROMPT, SamplingParams(max_tokens=500, ignore_eos=True), on_tokens=lambda i, p: started.set()
+    )
     queued = thread.submit(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True))
     thread.start()
     assert started.wait(timeout=30)

@@ -17,7 +17,9 @@ from atlaslib.models.zoo import tiny_causal_lm
 VOCAB = 70
 
 
-def reference_distribution(logits: np.ndarray[Any, Any], p: SamplingParams, prompt: list[int], reply: list[int]) -> np.ndarray[Any, Any]:
+def reference_distribution(
+    logits: np.ndarray[Any, Any], p: SamplingParams, prompt: list[int], reply: list[int]
+) -> np.ndarray[Any, Any]:
     """Probabilities of one row, written as the documentation says it."""
     x = logits.astype(np.float64).copy()
     for token, bias in p.logit_bias.items():
@@ -83,7 +85,14 @@ SETTINGS = {
     "frequency": SamplingParams(frequency_penalty=0.8),
     "bias": SamplingParams(logit_bias={3: 4.0, 9: -100.0}),
     "all": SamplingParams(
-        temperature=0.8, top_k=30, top_p=0.9, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3, logit_bias={1: 2.0}
+        temperature=0.8,
+        top_k=30,
+        top_p=0.9,
+        min_p=0.02,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        frequency_penalty=0.3,
+        logit_bias={1: 2.0},
     ),
     "off": SamplingParams(),
 }
@@ -108,7 +117,9 @@ def test_every_setting_gives_the_reference_distribution_side_by_side_in_one_batc
             assert token == int(np.argmax(expected))
         plain = torch.log_softmax(logits[row].double() / (setting.temperature or 1.0), -1)[token]
         assert float(sampled.temperature_logprobs[row]) == pytest.approx(float(plain), abs=1e-5), name
-        assert float(sampled.raw_logprobs[row]) == pytest.approx(float(torch.log_softmax(logits[row].double(), -1)[token]), abs=1e-5)
+        assert float(sampled.raw_logprobs[row]) == pytest.approx(
+            float(torch.log_softmax(logits[row].double(), -1)[token]), abs=1e-5
+        )
         best = np.argsort(-expected, kind="stable")[:2]
         assert sampled.top_ids is not None
         assert set(best) <= set(sampled.top_ids[row].tolist()) or expected[best[1]] == 0
@@ -147,7 +158,11 @@ def test_draws_follow_the_distribution() -> None:
     rows = 20_000
     probs = torch.tensor([0.5, 0.3, 0.0, 0.15, 0.05])
     params = RowParams(
-        temperatures=torch.ones(rows), seeds=torch.full((rows,), 3), counters=torch.arange(rows), unit_temperature=True, any_greedy=False
+        temperatures=torch.ones(rows),
+        seeds=torch.full((rows,), 3),
+        counters=torch.arange(rows),
+        unit_temperature=True,
+        any_greedy=False,
     )
     sampled = sample(probs.log().expand(rows, -1), params)
     shares = torch.bincount(sampled.tokens, minlength=5) / rows

@@ -23,7 +23,9 @@ def smollm2() -> Any:
     from atlaslib.models.smollm2 import smollm2_folder
 
     folder = str(smollm2_folder())
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(
+        folder
+    )
 
 
 def chat(tokenizer: Any, text: str) -> list[int]:

@@ -36,7 +36,9 @@ def test_an_optimizer_step_is_the_next_version_of_the_same_module() -> None:
         reply = engine.generate([prompt], SamplingParams(max_tokens=6, seed=1, ignore_eos=True))[0][0]
         assert reply.versions == [version] * 6
         assert reply.policy_versions == [version]
-        torch.testing.assert_close(torch.tensor(reply.logprobs), logprobs_of(model, prompt, reply.token_ids), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(reply.logprobs), logprobs_of(model, prompt, reply.token_ids), atol=1e-4, rtol=0
+        )
         model(input_ids=torch.tensor([prompt]), labels=torch.tensor([prompt])).loss.backward()
         with engine.updating():
             optimizer.step()
@@ -51,7 +53,9 @@ def test_the_prefix_cache_does_not_survive_an_update() -> None:
     with engine.updating():
         scale_weights(model, 1.2)
     reply = engine.generate([prompt], SamplingParams(max_tokens=6, ignore_eos=True))[0][0]
-    torch.testing.assert_close(torch.tensor(reply.logprobs), logprobs_of(model, prompt, reply.token_ids), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor(reply.logprobs), logprobs_of(model, prompt, reply.token_ids), atol=1e-4, rtol=0
+    )
 
 
 def run_some(engine: Engine, steps: int, params: SamplingParams, prompt: list[int]) -> Any:
@@ -107,7 +111,9 @@ def test_in_flight_replies_continue_on_new_weights_with_marked_tokens(cached_key
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), old, strict=True):
             parameter.copy_(value)
-    torch.testing.assert_close(torch.tensor(reply.logprobs[:4]), logprobs_of(model, PROMPT, reply.token_ids)[:4], atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor(reply.logprobs[:4]), logprobs_of(model, PROMPT, reply.token_ids)[:4], atol=1e-4, rtol=0
+    )
 
 
 def test_kept_keys_of_old_weights_never_serve_a_new_prompt() -> None:
@@ -119,7 +125,9 @@ def test_kept_keys_of_old_weights_never_serve_a_new_prompt() -> None:
         scale_weights(model, 1.3)
     finish(engine, request)
     reply = engine.generate([prompt], PARAMS)[0][0]
-    torch.testing.assert_close(torch.tensor(reply.logprobs), logprobs_of(model, prompt, reply.token_ids), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor(reply.logprobs), logprobs_of(model, prompt, reply.token_ids), atol=1e-4, rtol=0
+    )
 
 
 @pytest.mark.parametrize("mode", ["drain", "in_flight"])
@@ -196,7 +204,9 @@ def test_attach_another_model() -> None:
     other = tiny_causal_lm("qwen3", seed=3)
     engine.attach(other)
     reply = engine.generate([PROMPT], PARAMS)[0][0]
-    torch.testing.assert_close(torch.tensor(reply.logprobs), logprobs_of(other, PROMPT, reply.token_ids), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor(reply.logprobs), logprobs_of(other, PROMPT, reply.token_ids), atol=1e-4, rtol=0
+    )
 
 
 def test_a_trainers_forward_in_another_thread_keeps_its_own_attention() -> None:
