@@ -69,7 +69,6 @@ def test_it_leaves_model_checkpoint_metrics_and_report(run: tuple[Path, str]) ->
     assert json.loads((run_dir / "done.json").read_text())["step"] == 3
     assert {path.name for path in (run_dir / "logs").iterdir()} == {
         "server.log",
-        "prepare.log",
         "trainer.log",
         "repeat_letters.log",
     }

@@ -34,6 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from atlaslib.errors import ConfigError, unknown_name_message
 from atlaslib.launch.supervisor import ProcessSpec
 
+BUILT_IN_MODELS = frozenset({"tiny", "smollm2"})
 ENDLESS = 10**9
 """Environments make groups until the supervisor stops them: the trainer knows when it has enough."""
 _FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
@@ -91,7 +92,7 @@ class RunPlan(_Section):
     @property
     def model_dir(self) -> str:
         """Where the trainer and the environments find model and tokenizer."""
-        return str(self.run_dir / "model") if self.model in {"tiny", "smollm2"} else self.model
+        return str(self.run_dir / "model") if self.model in BUILT_IN_MODELS else self.model
 
     @property
     def rollout_url(self) -> str:
@@ -341,6 +342,8 @@ def processes(plan: RunPlan) -> list[ProcessSpec]:
         ends_run=True,
         stop_timeout_s=60.0,
     )
+    # The trainer makes a built-in model; environments load what they need meanwhile and then wait for it.
+    waits = {"ATROPOS_WAIT_FOR": str(plan.run_dir / "model" / "config.json")} if plan.model in BUILT_IN_MODELS else {}
     environments = [
         ProcessSpec(
             name=name,
@@ -353,20 +356,13 @@ def processes(plan: RunPlan) -> list[ProcessSpec]:
                 "--config",
                 str(plan.run_dir / f"env_{name}.yaml"),
             ],
-            env={**quiet, "OMP_NUM_THREADS": "1"},
+            env={**quiet, "OMP_NUM_THREADS": "1", **waits},
             may_finish=True,
         )
         for environment, names in zip(plan.environments, env_names(plan), strict=True)
         for name in names
     ]
-    prepare = ProcessSpec(
-        name="prepare",
-        command=[python, "-m", "atlaslib.launch.trainer_process", str(plan.run_dir / "plan.json"), "--prepare"],
-        env={**quiet, "OMP_NUM_THREADS": "1"},
-        needed_by_all=True,
-    )
-    needs_model = plan.model in {"tiny", "smollm2"} and not (plan.run_dir / "model" / "config.json").exists()
-    return [server, *([prepare] if needs_model else []), trainer, *environments]
+    return [server, trainer, *environments]
 
 
 def describe(plan: RunPlan) -> str:

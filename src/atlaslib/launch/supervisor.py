@@ -47,8 +47,6 @@ class ProcessSpec:
     ready_timeout_s: float = 120.0
     ends_run: bool = False
     """Exit code 0 of this process is the end of the run."""
-    needed_by_all: bool = False
-    """Prepares something: it ends with exit code 0 before the next process starts."""
     may_finish: bool = False
     """Exit code 0 means it has nothing more to do; else it is started again."""
     max_short_lives: int = 5
@@ -117,20 +115,11 @@ class Supervisor:
     # ---- starting ------------------------------------------------------------------------------------------------------
 
     def start(self, *, tick: Callable[[], None] = lambda: None) -> None:
-        """Start every process in order; one with a `ready_url` must answer before the next starts, one that is
-        `needed_by_all` must have ended well."""
+        """Start every process in order; one with a `ready_url` must answer before the next starts."""
         for child in self.children.values():
             self._launch(child)
-            if child.spec.needed_by_all:
-                self._wait_done(child, tick)
-            elif child.spec.ready_url is not None:
+            if child.spec.ready_url is not None:
                 self._wait_ready(child, tick)
-
-    def _wait_done(self, child: Child, tick: Callable[[], None]) -> None:
-        while not child.done:
-            self._check_child(child)
-            tick()
-            time.sleep(POLL_S)
 
     def _launch(self, child: Child) -> None:
         spec = child.spec
@@ -209,7 +198,7 @@ class Supervisor:
             child.done = self.finished = True
             self.on_event(f"{spec.name} has finished")
             return
-        if code == 0 and (spec.may_finish or spec.needed_by_all):
+        if code == 0 and spec.may_finish:
             child.done = True
             self.on_event(f"{spec.name} done")
             return

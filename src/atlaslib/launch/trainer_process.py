@@ -1,6 +1,6 @@
 """The trainer's process of a run: `python -m atlaslib.launch.trainer_process PLAN.json`.
 
-With `--prepare` it only makes the model folder. Otherwise it resumes from the newest checkpoint, trains on what the environments send, serves the policy from
+Makes or finds the model, resumes from the newest checkpoint, trains on what the environments send, serves the policy from
 the same weights, and leaves the trained model in `RUN/final_model`. Exit code 0 means the run is complete (or was
 asked to stop); 2 means the configuration cannot work, so starting it again would not help.
 """
@@ -110,6 +110,7 @@ def run(plan: RunPlan) -> int:
 
     if plan.threads or plan.model == "tiny":
         torch.set_num_threads(plan.threads or 1)
+    prepare_model(plan)
     from atlaslib.trainers.grpo_config import GRPOConfig
 
     config = GRPOConfig(**trainer_settings(plan))
@@ -126,9 +127,6 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     plan = RunPlan.model_validate_json(Path(argv[0]).read_text())
     try:
-        if "--prepare" in argv:
-            prepare_model(plan)
-            return 0
         return run(plan)
     except ConfigError as error:
         logger.error("%s", error)

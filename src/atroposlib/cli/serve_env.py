@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -18,6 +20,9 @@ from atroposlib.errors import AtroposError, ConfigError, unknown_name_message
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
+
+
+WAIT_VARIABLE = "ATROPOS_WAIT_FOR"
 
 
 def load_env_class(spec: str) -> type[BaseEnv]:
@@ -83,9 +88,21 @@ def main(argv: list[str]) -> int:
     except AtroposError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    wait_for_model(os.environ.get(WAIT_VARIABLE))
     from atroposlib.envs.env_cli import main as env_main
 
     return env_main(env_cls, rest)
+
+
+def wait_for_model(file: str | None) -> None:
+    """Until the file is there that says the model's folder is complete; what is slow to load is loaded meanwhile."""
+    if not file or Path(file).exists():
+        return
+    import transformers  # noqa: F401
+
+    print(f"waiting for {file}", flush=True)
+    while not Path(file).exists():
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":

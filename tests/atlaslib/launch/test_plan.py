@@ -141,7 +141,7 @@ def test_processes_and_files(tmp_path: Path) -> None:
     write_files(plan)
     assert env_names(plan) == [["repeat_letters_0", "repeat_letters_1"], ["other"]]
     specs = {spec.name: spec for spec in processes(plan)}
-    assert list(specs) == ["server", "prepare", "trainer", "repeat_letters_0", "repeat_letters_1", "other"]
+    assert list(specs) == ["server", "trainer", "repeat_letters_0", "repeat_letters_1", "other"]
     assert specs["trainer"].ends_run
     assert specs["server"].ready_url == f"http://127.0.0.1:{plan.rollout_server.port}/healthz"
     assert specs["other"].env["ATROPOS_TOKEN"] == "secret"

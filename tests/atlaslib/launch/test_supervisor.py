@@ -103,26 +103,6 @@ def test_a_process_that_never_gets_ready_is_named(tmp_path: Path, free_port: int
         run.start()
 
 
-def test_preparation_ends_before_the_others_start(tmp_path: Path) -> None:
-    made = tmp_path / "made"
-    specs = [
-        ProcessSpec(
-            name="prepare",
-            command=python(f"import time; time.sleep(0.3); open({str(made)!r}, 'w').close()"),
-            needed_by_all=True,
-        ),
-        ProcessSpec(
-            name="main",
-            command=python(f"import os; raise SystemExit(0 if os.path.exists({str(made)!r}) else 1)"),
-            ends_run=True,
-        ),
-    ]
-    with Supervisor(specs, tmp_path) as run:
-        run.start()
-        assert run.wait(timeout_s=20)
-        assert run.children["main"].starts == 1
-
-
 def test_a_process_that_ignores_the_request_to_leave_is_killed(tmp_path: Path) -> None:
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
