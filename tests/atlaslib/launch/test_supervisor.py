@@ -72,7 +72,7 @@ def test_a_killed_process_is_started_again(tmp_path: Path) -> None:
         assert list(child.exit_codes) == [-9, -9, -9]
         assert run.health()["process/steady/restarts"] == 3
         assert run.health()["process/steady/up"] == 1
-        assert run.health()["process/steady/rss_mb"] > 1
+        wait_for(lambda: run.health()["process/steady/rss_mb"] > 1)
 
 
 def test_a_process_that_cannot_start_ends_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
