@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -178,7 +177,7 @@ class RunDisplay:
         table.add_row(*values)
         parts: list[Any] = [
             table,
-            ProgressBar(total=self.total_steps, completed=self.state.step, width=60),
+            progress(self.state.step, self.total_steps),
             Text(f"reward {self.state.sparkline()}"),
         ]
         if self.rollout:
@@ -191,11 +190,17 @@ class RunDisplay:
             )
         parts += [
             Text(f"page {self.page}", style="cyan"),
-            Text("  ".join(self.events), style="dim", no_wrap=True, overflow="ellipsis"),
+            Text("  ".join(reversed(self.events)), style="dim", no_wrap=True, overflow="ellipsis"),
         ]
         return Panel(
             Group(*parts), title=self.title, subtitle=f"{time.time() - self.started:.0f} s, Ctrl-C stops", expand=False
         )
+
+
+def progress(step: int, total: int, width: int = 60) -> Text:
+    """A bar."""
+    done = min(width, width * step // max(1, total))
+    return Text("━" * done, style="green").append("━" * (width - done), style="dim")
 
 
 def _sampled(state: RunState) -> float | None:
