@@ -144,7 +144,7 @@ TINY_TRAINER: dict[str, Any] = {
 }
 LANGUAGE_TRAINER: dict[str, Any] = {
     "max_steps": 20,
-    "learning_rate": 1e-5,
+    "learning_rate": 2e-5,
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 1,
     "per_device_train_batch_size": 32,
