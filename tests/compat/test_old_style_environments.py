@@ -203,3 +203,37 @@ def test_every_form_of_config_init(
 
     env = env_cli.build_env(Configured, env_cli.resolve(Configured, "serve", []))
     assert [server.config.base_url for server in env.server.servers] == urls
+
+
+class NoSlurmEnv(OldStyleEnv):
+    """Its constructor has another third argument than ``slurm``, as evaluation environments have."""
+
+    def __init__(self, config: Any, server_configs: Any, slurm_job_id: str | None = None, testing: bool = False):
+        super().__init__(config, server_configs, slurm_job_id, testing)
+        self.was_testing = testing
+
+
+class AnyKeywordEnv(OldStyleEnv):
+    """Hands everything on, unread."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.was_testing = kwargs["testing"]
+
+
+class ShortEnv(OldStyleEnv):
+    """Takes its config and servers only."""
+
+    def __init__(self, config: Any, server_configs: Any):
+        super().__init__(config, server_configs, slurm=False)
+        self.was_testing = False
+
+
+@pytest.mark.parametrize(
+    ("env_class", "was_testing"), [(NoSlurmEnv, True), (AnyKeywordEnv, True), (ShortEnv, False), (OldStyleEnv, None)]
+)
+def test_constructors_of_every_form(env_class: Any, was_testing: bool | None, tiny_tokenizer_dir: Path):
+    flags = ["--testing", "true", "--env.tokenizer_name", str(tiny_tokenizer_dir), "--env.use_wandb", "false"]
+    env = env_cli.build_env(env_class, env_cli.resolve(env_class, "serve", flags))
+    assert getattr(env, "was_testing", None) is was_testing
+    assert env.config.tokenizer_name == str(tiny_tokenizer_dir)

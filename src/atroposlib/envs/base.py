@@ -463,12 +463,9 @@ class BaseEnv(ABC):
     @classmethod
     def from_cli(cls, settings: RunSettings) -> BaseEnv:
         """Construct the environment from resolved settings; override it to use sections of your own."""
-        return cls(
-            config=settings.env_config,
-            server_configs=settings.server_configs,
-            slurm=settings.slurm,
-            testing=settings.testing,
-        )
+        from atroposlib.envs.env_cli import constructor_keywords
+
+        return cls(**constructor_keywords(cls, settings))
 
     @classmethod
     def get_cli_serve_config_cls(cls, default_env_config: BaseEnvConfig, default_server_configs: Any) -> type:

@@ -8,6 +8,7 @@ key is an error that names the nearest known one; exit code 2. API keys are neve
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import signal
 import sys
@@ -174,6 +175,19 @@ def _without_legacy(yaml_config: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------- running
+
+
+def constructor_keywords(env_cls: type[BaseEnv], settings: RunSettings) -> dict[str, Any]:
+    """What to construct ``env_cls`` with: its config and servers, and ``slurm`` and ``testing`` if it takes them."""
+    parameters = inspect.signature(env_cls.__init__).parameters.values()
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    named = {parameter.name for parameter in parameters}
+    optional = {"slurm": settings.slurm, "testing": settings.testing}
+    return {
+        "config": settings.env_config,
+        "server_configs": settings.server_configs,
+        **{name: value for name, value in optional.items() if takes_any or name in named},
+    }
 
 
 def build_env(env_cls: type[BaseEnv], settings: RunSettings) -> BaseEnv:
