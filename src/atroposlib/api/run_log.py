@@ -331,15 +331,26 @@ class RunLog:
         if source == "trainer":
             self._step = max(self._step, step)
             if (seq := metrics.get("batch_seq")) is not None:
-                self._db.execute("INSERT OR REPLACE INTO steps VALUES (?,?)", (step, int(seq)))
-                self._db.execute(
-                    "INSERT INTO batches (seq, step) VALUES (?,?) ON CONFLICT (seq) DO UPDATE SET step = excluded.step",
-                    (int(seq), step),
-                )
+                self._write_step(step, int(seq))
         self._db.executemany(
             "INSERT INTO metrics (time, source, step, name, value) VALUES (?,?,?,?,?)",
             [(when, source, step, name, float(value)) for name, value in metrics.items() if value == value],
         )
+
+    def _write_step(self, step: int, seq: int) -> None:
+        """A step was trained on a batch. Steps whose report a killed server took with it are filled in where they are certain:
+        every step takes at least one batch, so as many batches as steps since the last known one means one each."""
+        known = self._db.execute("SELECT step, batch_seq FROM steps WHERE step < ? ORDER BY step DESC LIMIT 1", (step,))
+        last_step, last_seq = known.fetchone() or (step, seq)
+        rows = [(step, seq)]
+        if step - last_step == seq - last_seq:
+            rows += [(last_step + offset, last_seq + offset) for offset in range(1, step - last_step)]
+        for one_step, one_seq in rows:
+            self._db.execute("INSERT OR REPLACE INTO steps VALUES (?,?)", (one_step, one_seq))
+            self._db.execute(
+                "INSERT INTO batches (seq, step) VALUES (?,?) ON CONFLICT (seq) DO UPDATE SET step = excluded.step",
+                (one_seq, one_step),
+            )
 
     def _sample_rates(self) -> None:
         """Once a second while something happens: groups and tokens per second by environment, and what waits."""

@@ -71,6 +71,13 @@ def test_lineage_of_a_group_from_acceptance_to_checkpoint(log: RunLog) -> None:
     assert query(log, "SELECT source, step, value FROM metrics WHERE name = 'loss'") == [("trainer", 3, 0.25)]
 
 
+def test_a_report_lost_with_a_killed_server_is_filled_in_where_it_is_certain(log: RunLog) -> None:
+    for step, seq in ((1, 1), (2, 2), (5, 5), (7, 9)):
+        log.reported("trainer", step, 1.0, {"batch_seq": seq})
+    assert query(log, "SELECT * FROM steps ORDER BY step") == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (7, 9)]
+    assert query(log, "SELECT seq, step FROM batches WHERE seq IN (3, 4)") == [(3, 3), (4, 4)]
+
+
 def test_rejections_are_counted_by_reason(log: RunLog) -> None:
     log.group_accepted(make_group(1))
     for _ in range(3):
