@@ -13,6 +13,7 @@ import pytest
 
 from atroposlib.envs import env_cli, env_runner
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, OpenaiConfig, ScoredDataGroup, ServerBaseline
+from atroposlib.errors import AtroposError
 from atroposlib.testing.harness_server import HarnessServer
 from atroposlib.type_definitions import Item
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
@@ -237,3 +238,46 @@ def test_constructors_of_every_form(env_class: Any, was_testing: bool | None, ti
     env = env_cli.build_env(env_class, env_cli.resolve(env_class, "serve", flags))
     assert getattr(env, "was_testing", None) is was_testing
     assert env.config.tokenizer_name == str(tiny_tokenizer_dir)
+
+
+class ChoosyEnv(OldStyleEnv):
+    """Returns no group where all answers are equally good, which for most items they are."""
+
+    first_useful = 30
+
+    async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
+        group, backlog = await super().collect_trajectories(item)
+        return (group if self.iter > self.first_useful else None), backlog
+
+
+class UnscoredEnv(OldStyleEnv):
+    """Hands its conversations on without scoring them."""
+
+    async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
+        return [({"role": "assistant", "content": "hello"}, 1.0) for _ in range(self.config.group_size)], []
+
+
+def processing(env_class: Any, tokenizer_dir: Path, path: Path) -> Any:
+    flags = ["--testing", "true", "--env.tokenizer_name", str(tokenizer_dir), "--env.use_wandb", "false"]
+    flags += ["--env.total_steps", "1", "--env.max_num_workers", "1", "--env.data_path_to_save_groups", str(path)]
+    return env_cli.build_env(env_class, env_cli.resolve(env_class, "process", flags))
+
+
+async def test_process_goes_on_while_the_environment_itself_drops_groups(tiny_tokenizer_dir: Path, tmp_path: Path):
+    path = tmp_path / "groups.jsonl"
+    await processing(ChoosyEnv, tiny_tokenizer_dir, path).process_manager()
+    assert len(path.read_text().splitlines()) == 1
+
+
+async def test_process_says_that_the_environment_made_no_group(tiny_tokenizer_dir: Path, tmp_path: Path):
+    env = processing(ChoosyEnv, tiny_tokenizer_dir, tmp_path / "groups.jsonl")
+    env.first_useful = 10**9
+    with pytest.raises(AtroposError, match=r"0 of 1 groups made \(no group from the environment: 200\)"):
+        await env.process_manager()
+
+
+async def test_a_result_that_is_no_group_is_named(tiny_tokenizer_dir: Path, tmp_path: Path):
+    env = processing(UnscoredEnv, tiny_tokenizer_dir, tmp_path / "groups.jsonl")
+    with pytest.raises(AtroposError, match="not_a_group"):
+        await env.process_manager()
+    assert env.statistics.failures.counts == {}

@@ -60,7 +60,13 @@ def expected_group_size(group: Mapping[str, Any], group_size: int) -> int:
 
 
 def check_group(group: Mapping[str, Any], *, group_size: int, ensure_scores_are_not_same: bool) -> Rejection | None:
-    """Size and score checks, in this order; None means the group is fine so far."""
+    """Form, size and score checks, in this order; None means the group is fine so far."""
+    if not isinstance(group, Mapping):
+        return Rejection(
+            "not_a_group",
+            f"a result must be a ScoredDataGroup (a dict), a list of them, or None, and holds a {type(group).__name__};"
+            " call score() in collect_trajectories or postprocess_histories",
+        )
     wanted = expected_group_size(group, group_size)
     tokens = group.get("tokens")
     if tokens is None or len(tokens) != wanted:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 MIN_FRUITLESS = 20
 """Items in a row without a group before the run gives up (or five rounds of workers, if that is more)."""
+EMPTY_PATIENCE = 10
+"""So many times more items may pass of which the environment itself makes no group: too easy or too hard, no fault."""
 
 
 class ProcessRunner:
@@ -35,6 +37,8 @@ class ProcessRunner:
         self.env = env
         self.no_more_items = False
         self.fruitless = 0
+        self.empty = 0
+        self.num_empty = 0
         self.written = 0
 
     async def run(self) -> None:
@@ -94,8 +98,8 @@ class ProcessRunner:
         self.no_more_items = item is None
         return item
 
-    async def _make_group(self, item: Any) -> int:
-        """Groups of ``item`` that passed the checks and were written."""
+    async def _make_group(self, item: Any) -> int | None:
+        """Groups of ``item`` that passed the checks and were written; None when the environment made none."""
         env = self.env
         with record_policy_versions() as versions:
             result, backlog = await env.collect_trajectories(item)
@@ -103,14 +107,14 @@ class ProcessRunner:
         groups.add_policy_versions(result, versions)
         if result:
             result = await env.postprocess_histories(result)
+        made = [group for group in (result if isinstance(result, list) else [result]) if group]
         written = 0
-        for group in result if isinstance(result, list) else [result]:
-            if group:
-                before = env.statistics.num_groups_accepted
-                await env.handle_send_to_api(group, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False)
-                written += int(env.statistics.num_groups_accepted > before)
+        for group in made:
+            before = env.statistics.num_groups_accepted
+            await env.handle_send_to_api(group, item, do_send_to_api=False, abort_on_any_max_length_exceeded=False)
+            written += int(env.statistics.num_groups_accepted > before)
         await env.cleanup()
-        return written
+        return written if made else None
 
     async def _settle(self, worker: asyncio.Task[Any]) -> None:
         env = self.env
@@ -118,10 +122,14 @@ class ProcessRunner:
         if error is not None:
             env.statistics.failures.record("collect_trajectories", error)
         written = 0 if error is not None else worker.result()
+        if written is None:
+            self.empty += 1
+            self.num_empty += 1
+            return
         if not written:
             self.fruitless += 1
             return
-        self.fruitless = 0
+        self.fruitless = self.empty = 0
         self.written += written
         try:
             await env.wandb_log()
@@ -130,7 +138,8 @@ class ProcessRunner:
         env.curr_step += 1
 
     def _gives_up(self) -> bool:
-        return self.fruitless >= max(MIN_FRUITLESS, 5 * self.env.max_num_workers)
+        limit = max(MIN_FRUITLESS, 5 * self.env.max_num_workers)
+        return self.fruitless >= limit or self.empty >= EMPTY_PATIENCE * limit
 
     def _write_page(self) -> None:
         path = self.env.config.data_path_to_save_groups
@@ -144,11 +153,16 @@ class ProcessRunner:
         env = self.env
         if self.written >= env.n_groups_to_process:
             return
-        causes = {**env.statistics.rejected, **env.statistics.failures.counts}
-        summary = "; ".join(f"{cause}: {count}" for cause, count in causes.items()) or "get_next_item returned None"
+        failures = env.statistics.failures.counts
+        causes = [f"{cause}: {count}" for cause, count in {**env.statistics.rejected, **failures}.items()]
+        if self.num_empty:
+            causes.append(f"no group from the environment: {self.num_empty}")
+        if self.no_more_items:
+            causes.append("get_next_item returned None")
+        summary = "; ".join(causes)
         message = f"{self.written} of {env.n_groups_to_process} groups made ({summary})"
         if self.written == 0 and env.n_groups_to_process > 0:
-            raise AtroposError(f"{message}; nothing was written, see the first error above")
+            raise AtroposError(f"{message}; nothing was written{', see the first error above' if failures else ''}")
         logger.warning("%s", message)
 
 
