@@ -14,6 +14,7 @@ the server never turns one form into the other for clients that read both.
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any
 
@@ -34,6 +35,7 @@ _MESSAGE_FIELDS = (
     "distill_token_ids",
     "distill_logprobs",
 )
+_NOTHING_SAID = (None,) * len(_MESSAGE_FIELDS)
 
 
 class _Ragged(msgspec.Struct):
@@ -83,12 +85,13 @@ def parse_binary_groups(body: bytes, *, many: bool) -> list[WireGroup]:
 
 def _check(payload: bytes) -> WireGroup:
     group = _decode_group(payload)
-    sizes: list[int] = _items(group.lengths, "i", "lengths")
-    if sizes and min(sizes) < 0:
-        raise WireError(f"'lengths' holds {min(sizes)}; lengths are not negative", "lengths")
+    sizes: list[int] = _items(group.lengths, "i", INT, "lengths")
+    scores: list[float] = _items(group.scores, "d", SCORE, "scores")
+    if len(scores) != len(sizes) or min(sizes, default=0) <= 0 or not math.isfinite(sum(scores)):
+        if sizes and min(sizes) < 0:
+            raise WireError(f"'lengths' holds {min(sizes)}; lengths are not negative", "lengths")
+        check_lengths(sizes, sizes, scores, {})  # says what is wrong, if anything is
     total = sum(sizes)
-    scores: list[float] = _items(group.scores, "d", "scores")
-    check_lengths(sizes, sizes, scores, {})
     for name, data in (("tokens", group.tokens), ("masks", group.masks)):
         if len(data) != total * INT.itemsize:
             _expect(_array(data, INT, name), total, name)
@@ -105,19 +108,9 @@ def _check(payload: bytes) -> WireGroup:
         _expect_finite(flat, "advantages")
         if (rows < 0).any() or rows.sum(dtype=np.int64) != flat.size:
             raise WireError(f"'advantages' has {flat.size} values and lengths that do not add up to that", "advantages")
-    for sequence, messages in enumerate(group.messages or []):
-        for turn, message in enumerate(messages):
-            if "role" not in message or "content" not in message:
-                raise WireError(
-                    f"message {turn} of sequence {sequence} needs role and content",
-                    "messages",
-                    sequence,
-                    turn,
-                    kind="missing",
-                )
-    check_extras(len(sizes), group.policy_versions, group.reward_components)
-    for name in _MESSAGE_FIELDS:
-        _check_sayable(getattr(group, name), name)
+    if group.policy_versions is not None or group.reward_components is not None:
+        check_extras(len(sizes), group.policy_versions, group.reward_components)
+    _check_said(group)
     return WireGroup(
         payload=payload,
         binary=True,
@@ -129,6 +122,33 @@ def _check(payload: bytes) -> WireGroup:
         policy_versions=group.policy_versions,
         reward_components=group.reward_components,
     )
+
+
+def _check_said(group: _BinaryGroup) -> None:
+    """Messages and the like, where there are any."""
+    said = (
+        group.messages,
+        group.generation_params,
+        group.overrides,
+        group.group_overrides,
+        group.images,
+        group.distill_token_ids,
+        group.distill_logprobs,
+    )
+    if said == _NOTHING_SAID:
+        return
+    for sequence, messages in enumerate(group.messages or []):
+        for turn, message in enumerate(messages):
+            if "role" not in message or "content" not in message:
+                raise WireError(
+                    f"message {turn} of sequence {sequence} needs role and content",
+                    "messages",
+                    sequence,
+                    turn,
+                    kind="missing",
+                )
+    for name, value in zip(_MESSAGE_FIELDS, said, strict=True):
+        _check_sayable(value, name)
 
 
 def _check_sayable(value: Any, name: str) -> None:
@@ -143,11 +163,11 @@ def _check_sayable(value: Any, name: str) -> None:
         ) from None
 
 
-def _items(data: memoryview, kind: str, name: str) -> list[Any]:
+def _items(data: memoryview, kind: str, dtype: np.dtype[Any], name: str) -> list[Any]:
     """A short array as a list; numpy would take longer to begin than this to end."""
-    count, rest = divmod(len(data), struct.calcsize(f"<{kind}"))
+    count, rest = divmod(len(data), dtype.itemsize)
     if rest:
-        _array(data, INT if kind == "i" else SCORE, name)  # says what is wrong
+        _array(data, dtype, name)  # says what is wrong
     return list(struct.unpack(f"<{count}{kind}", data))
 
 
@@ -167,10 +187,14 @@ def _expect(numbers: np.ndarray[Any, Any], total: int, name: str) -> None:
 
 
 def _expect_finite(numbers: np.ndarray[Any, Any], name: str) -> None:
-    # The sum of finite float32 values in double precision is finite; one NaN or infinity makes it not so.
-    if numbers.size and not np.isfinite(numbers.sum(dtype=np.float64)):
-        bad = int(np.flatnonzero(~np.isfinite(numbers))[0])
-        raise WireError(f"'{name}' holds {numbers[bad]} at position {bad}; every number must be finite", name, bad)
+    # One NaN or infinity makes the sum no finite number; huge finite ones may do so too, so that is looked at again.
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = np.add.reduce(numbers)
+    if not math.isfinite(total) and (bad := np.flatnonzero(~np.isfinite(numbers))).size:
+        first = int(bad[0])
+        raise WireError(
+            f"'{name}' holds {numbers[first]} at position {first}; every number must be finite", name, first
+        )
 
 
 def batch_header(seq: int, group_ids: list[str], count: int) -> bytes:

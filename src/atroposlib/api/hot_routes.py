@@ -107,7 +107,10 @@ class HotRoutes:
 
     def record(self, method: str, path: str, status: int, seconds: float) -> None:
         """Count and log a request that was answered."""
-        total = self.requests.setdefault((path if status != 404 else "other", status), [0, 0.0])
+        key = (path if status != 404 else "other", status)
+        total = self.requests.get(key)
+        if total is None:
+            total = self.requests[key] = [0, 0.0]
         total[0] += 1
         total[1] += seconds
         level = logging.WARNING if status >= 400 else logging.DEBUG if path in _QUIET_PATHS else logging.INFO
@@ -149,6 +152,10 @@ class HotRoutes:
     def is_quick(self, body: bytes, content_type: bytes) -> bool:
         """Whether reading this body takes at most a few milliseconds, so that it may happen on the loop."""
         return len(body) <= (_BINARY_ON_LOOP if content_type.startswith(_BINARY) else _JSON_ON_LOOP)
+
+    def stays_in_place(self, path: str, content_type: bytes, encoding: bytes) -> bool:
+        """Whether such a body is kept byte for byte, so that any buffer will do and none has to be copied."""
+        return path == "/scored_data" and not encoding and content_type.startswith(_BINARY)
 
     def take_one(self, body: bytes, content_type: bytes) -> int | asyncio.Future[int]:
         """Validate and store one group here and now: the answer, or a future of it; one of REFUSALS."""

@@ -16,28 +16,39 @@ import struct
 import termios
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from atroposlib.api.hot_routes import HotRoutes, answer_one, refusal_reply
 
 _HEAD = re.compile(rb"POST (/scored_data|/scored_data_list) HTTP/1\.1\r\n")
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,18})\r\n", re.IGNORECASE)
 _END = b"\r\n\r\n"
+_KEPT_HEADS = 256
 _MAX_HEAD = 8192
-_UNUSUAL = (b"transfer-encoding", b"expect", b"upgrade", b"origin", b"connection")
+_UNUSUAL = (b"transfer-encoding", b"expect", b"upgrade", b"origin")
+
+
+class _Head(NamedTuple):
+    """What the head of a request says, but for the length."""
+
+    path: str
+    content_type: bytes
+    encoding: bytes
+    in_place: bool
+    """One group in the binary form, as it is: it can stay where it was received."""
 
 
 class _Post:
     """A posted group that is being received."""
 
-    __slots__ = ("body", "content_type", "encoding", "filled", "path", "started")
+    __slots__ = ("body", "filled", "head", "started")
 
-    def __init__(self, path: str, length: int, content_type: bytes, encoding: bytes) -> None:
-        self.path, self.content_type, self.encoding = path, content_type, encoding
+    def __init__(self, head: _Head, length: int, started: float) -> None:
+        self.head, self.started = head, started
         self.body = bytearray(length)
         self.filled = 0
-        self.started = time.perf_counter()
 
 
 class RolloutProtocol(HttpToolsProtocol):
@@ -45,6 +56,10 @@ class RolloutProtocol(HttpToolsProtocol):
 
     hot: HotRoutes
     token: bytes | None = None
+    heads: ClassVar[dict[bytes, _Head]] = {}
+    """Heads seen before, without the digits of the content length: clients send the same one again and again."""
+    _common: ClassVar[tuple[list[tuple[bytes, bytes]], bytes]] = ([], b"")
+    """uvicorn's default headers (a new list every second, for the date) and their bytes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -73,11 +88,10 @@ class RolloutProtocol(HttpToolsProtocol):
             and not self._in_message
             and (self.cycle is None or self.cycle.response_complete)
         ):
-            post, offset = self._read_head(data)
-            if post is not None:
+            head, length, offset = self._read_head(data)
+            if head is not None:
                 self.on_lost = None
-                self._post = post
-                self._fill(post, data, offset)
+                self._begin(head, length, data, offset)
                 return
         self.on_lost = None
         super().data_received(data)
@@ -91,41 +105,60 @@ class RolloutProtocol(HttpToolsProtocol):
         super().on_message_complete()  # type: ignore[no-untyped-call]
         self._in_message = False
 
-    def _read_head(self, data: bytes) -> tuple[_Post | None, int]:
-        """The request in these bytes and where its body begins; None when it is not for the short cut."""
-        match = _HEAD.match(data)
+    def _read_head(self, data: bytes) -> tuple[_Head | None, int, int]:
+        """Head, length and beginning of the body of the request in these bytes; no head when it is not for the short cut."""
         end = data.find(_END, 0, _MAX_HEAD)
-        if match is None or end < 0:
-            return None, 0
+        found = _LENGTH.search(data, 0, end + 2) if end >= 0 else None
+        if found is None:
+            return None, 0, 0
+        length = int(found[1])
+        if not 0 < length <= self.hot.limits.max_bytes:
+            return None, 0, 0
+        key = data[: found.start(1)] + data[found.end(1) : end]
+        head = self.heads.get(key)
+        if head is None:
+            head = self._parse_head(data[:end])
+            if head is None:
+                return None, 0, 0
+            if len(self.heads) >= _KEPT_HEADS:
+                self.heads.clear()
+            self.heads[key] = head
+        return head, length, end + len(_END)
+
+    def _parse_head(self, data: bytes) -> _Head | None:
+        match = _HEAD.match(data)
+        if match is None:
+            return None
         headers: dict[bytes, bytes] = {}
-        for line in data[match.end() : end].split(b"\r\n"):
+        for line in data[match.end() :].split(b"\r\n"):
             name, _, value = line.partition(b":")
             if name.lower() in headers or name[:1] in (b" ", b"\t"):  # said twice, or folded: not for the short cut
-                return None, 0
+                return None
             headers[name.lower()] = value.strip()
-        length = headers.get(b"content-length", b"")
-        if (
-            any(name in headers for name in _UNUSUAL)
-            and headers.get(b"connection", b"keep-alive").lower() != b"keep-alive"
-        ):
-            return None, 0
-        if any(name in headers for name in _UNUSUAL[:-1]) or not length.isdigit() or not self._may(headers):
-            return None, 0
-        if not 0 < int(length) <= self.hot.limits.max_bytes:
-            return None, 0
-        post = _Post(
-            match[1].decode(),
-            int(length),
-            headers.get(b"content-type", b""),
-            headers.get(b"content-encoding", b"").lower(),
-        )
-        return post, end + len(_END)
+        if headers.get(b"connection", b"keep-alive").lower() != b"keep-alive":
+            return None
+        if any(name in headers for name in _UNUSUAL) or not self._may(headers):
+            return None
+        path, content_type = match[1].decode(), headers.get(b"content-type", b"")
+        encoding = headers.get(b"content-encoding", b"").lower()
+        return _Head(path, content_type, encoding, self.hot.stays_in_place(path, content_type, encoding))
 
     def _may(self, headers: dict[bytes, bytes]) -> bool:
         if self.token is None:
             return True
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         return hmac.compare_digest(given.strip(), self.token) and scheme.lower() == b"bearer"
+
+    def _begin(self, head: _Head, length: int, data: bytes, offset: int) -> None:
+        """A request begins in these bytes; most often it ends there too."""
+        started = time.perf_counter()
+        if len(data) - offset == length:
+            whole = cast(bytes, memoryview(data)[offset:]) if head.in_place else data[offset:]
+            self._answering = True
+            self._take(head, started, whole)
+        else:
+            self._post = post = _Post(head, length, started)
+            self._fill(post, data, offset)
 
     def _fill(self, post: _Post, data: bytes, offset: int) -> None:
         room = len(post.body) - post.filled
@@ -140,52 +173,58 @@ class RolloutProtocol(HttpToolsProtocol):
         if post.filled == len(post.body):
             self._post = None
             self._answering = True
-            self._take(post)
+            self._take(post.head, post.started, cast(bytes, post.body))  # nobody writes to it any more
 
     # ---- answering ----------------------------------------------------------------------------------------------------
 
-    def _take(self, post: _Post) -> None:
+    def _take(self, head: _Head, started: float, whole: bytes) -> None:
         """A whole body is here: store it at once where that is quick, else in a task."""
-        whole = cast(bytes, post.body)  # nobody writes to it any more
-        if post.path == "/scored_data" and not post.encoding and self.hot.is_quick(whole, post.content_type):
+        if head.path == "/scored_data" and not head.encoding and self.hot.is_quick(whole, head.content_type):
             try:
-                answer = self.hot.take_one(whole, post.content_type)
+                answer = self.hot.take_one(whole, head.content_type)
             except Exception as error:  # the boundary of a request: whatever went wrong, the client hears of it
-                self._reply(post, *refusal_reply(error))
+                self._reply(head, started, *refusal_reply(error))
                 return
             if isinstance(answer, int):
-                self._reply(post, 200, answer_one(answer))
+                self._reply(head, started, 200, answer_one(answer))
             else:
-                answer.add_done_callback(lambda done: self._stored(post, done))
+                answer.add_done_callback(lambda done: self._stored(head, started, done))
             return
-        task = self.loop.create_task(self._answer(post, whole))
+        task = self.loop.create_task(self._answer(head, started, whole))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
 
-    def _stored(self, post: _Post, done: asyncio.Future[int]) -> None:
+    def _stored(self, head: _Head, started: float, done: asyncio.Future[int]) -> None:
         error = done.exception()
         if error is None:
-            self._reply(post, 200, answer_one(done.result()))
+            self._reply(head, started, 200, answer_one(done.result()))
         else:
-            self._reply(post, *refusal_reply(error))
+            self._reply(head, started, *refusal_reply(error))
 
-    async def _answer(self, post: _Post, whole: bytes) -> None:
+    async def _answer(self, head: _Head, started: float, whole: bytes) -> None:
         try:
-            status, body = await self.hot.take_groups(post.path, whole, post.content_type, post.encoding)
+            status, body = await self.hot.take_groups(head.path, whole, head.content_type, head.encoding)
         except asyncio.CancelledError:
             self.transport.close()
             raise
-        self._reply(post, status, body)
+        self._reply(head, started, status, body)
 
-    def _reply(self, post: _Post, status: int, body: bytes) -> None:
-        self.hot.record("POST", post.path, status, time.perf_counter() - post.started)
+    def _reply(self, head: _Head, started: float, status: int, body: bytes) -> None:
+        self.hot.record("POST", head.path, status, time.perf_counter() - started)
         self._answering = False
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
-        head = b"%scontent-type: application/json\r\ncontent-length: %d\r\n" % (STATUS_LINE[status], len(body))
-        more = b"".join([b"%s: %s\r\n" % pair for pair in self.server_state.default_headers])
-        self.transport.write(head + more + (b"connection: close\r\n\r\n" if self._closing else b"\r\n") + body)
+        self.transport.write(
+            b"%scontent-type: application/json\r\ncontent-length: %d\r\n%s%s\r\n%s"
+            % (
+                STATUS_LINE[status],
+                len(body),
+                self._common_headers(),
+                b"connection: close\r\n" if self._closing else b"",
+                body,
+            )
+        )
         if self._closing:
             self.transport.close()
             return
@@ -194,6 +233,12 @@ class RolloutProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         if backlog:
             self.data_received(backlog)
+
+    def _common_headers(self) -> bytes:
+        headers = self.server_state.default_headers
+        if self._common[0] is not headers:
+            type(self)._common = headers, b"".join([b"%s: %s\r\n" % pair for pair in headers])
+        return self._common[1]
 
     def _keep_alive(self) -> None:
         """One timer for many requests: it looks at the time of the last one when it fires."""
@@ -256,4 +301,8 @@ class RolloutProtocol(HttpToolsProtocol):
 
 def protocol_for(hot: HotRoutes, token: str | None) -> type[RolloutProtocol]:
     """The protocol class for uvicorn's `http` option."""
-    return type("BoundRolloutProtocol", (RolloutProtocol,), {"hot": hot, "token": token.encode() if token else None})
+    return type(
+        "BoundRolloutProtocol",
+        (RolloutProtocol,),
+        {"hot": hot, "token": token.encode() if token else None, "heads": {}},
+    )

@@ -21,6 +21,7 @@ from atroposlib.api.events import (
     Committed,
     EnvGone,
     Event,
+    GroupAdded,
     Registered,
     Started,
     WasReset,
@@ -254,20 +255,19 @@ class RolloutService:
                 store.counters.groups_duplicate += 1
                 return answered
         event = store.plan_group(group)
-
-        def apply(location: Location) -> int:
-            answer = store.add_group(event, group.payload, location)
-            store.notify_group(event, group)
-            self._compactor.add(event.key, group.blanks)
-            return answer
-
         if self.journal is None:
-            return apply(None)
-        future = self.journal.write(event, group.payload, apply)
+            return self._add_group(event, group, None)
+        future = self.journal.write(event, group.payload, lambda location: self._add_group(event, group, location))
         if group_id is not None:
             self._arriving[group_id] = future
             future.add_done_callback(lambda _: self._arriving.pop(group_id, None))
         return future
+
+    def _add_group(self, event: GroupAdded, group: WireGroup, location: Location) -> int:
+        answer = self.store.add_group(event, group.payload, location)
+        self.store.notify_group(event, group)
+        self._compactor.add(event.key, group.blanks)
+        return answer
 
     def rejected(self, env_id: int | None, reason: str) -> None:
         """A group was refused."""

@@ -71,10 +71,13 @@ class SeenIds:
         self.limit = limit
         self.recent: dict[bytes, int] = {}
         self.older: dict[bytes, int] = {}
+        self._last: tuple[str | None, bytes] = (None, b"")
 
-    @staticmethod
-    def digest(group_id: str) -> bytes:
-        return hashlib.blake2b(group_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    def digest(self, group_id: str) -> bytes:
+        if self._last[0] is not group_id:  # an id that is put was asked for just before
+            data = group_id.encode("utf-8", "surrogatepass")
+            self._last = group_id, hashlib.blake2b(data, digest_size=16).digest()
+        return self._last[1]
 
     def get(self, group_id: str) -> int | None:
         """What was answered: the buffer size, or -1 for received; None for an id not seen."""
