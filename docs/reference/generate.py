@@ -64,7 +64,10 @@ def grpo_page() -> str:
         default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
         note = " *(inherited, default changed)*" if field.name in inherited else ""
         rows.append(f"| `{field.name}` | `{cell(repr(default))}` | {cell(field.metadata.get('help', ''))}{note} |")
-    head = "# GRPOConfig\n\nExtends `transformers.TrainingArguments`: every parameter of that class works too. On the command line: `key=value`, `--key value`, or a YAML file.\n\n"
+    head = (
+        "# GRPOConfig\n\nExtends `transformers.TrainingArguments`: every parameter of that class works too. "
+        "On the command line: `key=value`, `--key value`, or a YAML file.\n\n"
+    )
     return head + "\n".join(rows) + "\n"
 
 
@@ -72,7 +75,10 @@ def metrics_page() -> str:
     from atlaslib.trainers.metric_names import METRICS
 
     rows = [f"| `{name}` | {cell(meaning)} |" for name, meaning in METRICS.items()]
-    head = "# Metrics\n\nEvery step's numbers, in `metrics.jsonl`, the trackers and on the live page. Shares lie between 0 and 1; seconds end in `_s`.\n\n| metric | meaning |\n|---|---|\n"
+    head = (
+        "# Metrics\n\nEvery step's numbers, in `metrics.jsonl`, the trackers and on the live page. "
+        "Shares lie between 0 and 1; seconds end in `_s`.\n\n| metric | meaning |\n|---|---|\n"
+    )
     return head + "\n".join(rows) + "\n"
 
 

@@ -44,7 +44,11 @@ class TokenGate:
             await self.app(scope, receive, send)
             return
         body = b'{"error": {"message": "missing or wrong bearer token", "type": "authentication_error", "param": null, "code": null}}'
-        headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer"), (b"content-length", str(len(body)).encode())]
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"www-authenticate", b"Bearer"),
+            (b"content-length", str(len(body)).encode()),
+        ]
         await send({"type": "http.response.start", "status": 401, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 

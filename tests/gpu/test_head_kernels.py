@@ -24,7 +24,9 @@ def test_fused_equals_torch(vocab: int, chunk_size: int | None, monkeypatch: pyt
     for fused in (True, False):
         monkeypatch.setattr(head_kernels, "_state", {} if fused else {"works": False})
         inputs = [hidden.clone().requires_grad_(True), weight.clone().requires_grad_(True)]
-        logprobs = token_logprobs(inputs[0], inputs[1], targets, temperature=temperature, chunk_size=chunk_size).logprobs
+        logprobs = token_logprobs(
+            inputs[0], inputs[1], targets, temperature=temperature, chunk_size=chunk_size
+        ).logprobs
         (logprobs * upstream).sum().backward()
         results.append((logprobs.detach(), *[tensor.grad.float() for tensor in inputs]))
         if fused:

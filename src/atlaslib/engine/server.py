@@ -197,6 +197,7 @@ class PolicyService:
         completions: list[Completion] = []
         gone = asyncio.create_task(_disconnected(request))
         work = asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
+        work.add_done_callback(_look_at_result)
         try:
             waited: set[asyncio.Future[Any]] = {gone, work}
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -231,6 +232,7 @@ class PolicyService:
     ) -> AsyncIterator[str]:
         completions: list[Completion] = []
         work = asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
+        work.add_done_callback(_look_at_result)
         work.add_done_callback(lambda _: put(None))
         writer = self.replies.stream(parsed, chat=chat)
         try:
@@ -438,6 +440,12 @@ def _score_request(body: dict[str, Any]) -> tuple[list[list[int]], float]:
     if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 < temperature <= 100:
         raise RequestError(f"temperature is {temperature!r}; give a number above 0", param="temperature")
     return sequences, float(temperature)
+
+
+def _look_at_result(work: asyncio.Future[Any]) -> None:
+    """A client that left asks nobody about its failure; asyncio wants it asked."""
+    if not work.cancelled():
+        work.exception()
 
 
 async def _disconnected(request: Request) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -31,7 +30,7 @@ def add(log: RunLog, key: int, *, env: str, score: float, archived: bool = True)
 
 
 @pytest.fixture
-def history(tmp_path: Path) -> Iterator[RunHistory]:
+def history(tmp_path: Path) -> RunHistory:
     log = RunLog(tmp_path / "server" / "run_log.sqlite", flush_s=0.01)
     add(log, 1, env="a", score=0.1)
     add(log, 2, env="b", score=0.9)
@@ -41,7 +40,7 @@ def history(tmp_path: Path) -> Iterator[RunHistory]:
     log.reported("trainer", 5, 10.0, {"reward": 0.5, "batch_seq": 1.0})
     log.committed(1, 5)
     log.close()
-    yield RunHistory(tmp_path)
+    return RunHistory(tmp_path)
 
 
 def keys(history: RunHistory, **wanted: object) -> list[int]:
