@@ -20,6 +20,7 @@ from torch import Tensor
 from atlaslib.engine import attention, exact, memory
 from atlaslib.engine.attention import KVCache, LayerShape, Span, StepContext
 from atlaslib.engine.config import EngineConfig
+from atlaslib.engine.lean_decode import lean_decode_for
 from atlaslib.engine.output import ScoredRows
 from atlaslib.engine.sampling import RowParams, sample, token_logprobs
 from atlaslib.engine.scheduler import Chunk, DecodePlan, PrefillPlan
@@ -88,6 +89,7 @@ class ModelRunner:
             logger.warning("%s on CPU: matrix products are up to 100 times slower than in float32", parameter.dtype)
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.threads = self._choose_threads()
+        self.lean = lean_decode_for(model) if self.device.type == "cpu" and not config.exact else None
         self.layers = self.record_shapes()
         reserve = memory.activation_bytes(text_config(model.config), config)
         self.num_blocks = memory.choose_num_blocks(self.layers, config, max_model_len, self.device, reserve)
@@ -213,10 +215,14 @@ class ModelRunner:
 
     def decode_step(self, plan: DecodePlan, table: SlotTable) -> StepResult:
         """Launch one more token for every slot of the plan."""
+        if self.lean is not None and self.lean.usable():
+            with torch.no_grad(), cpu_settings(self.device, self.threads):
+                return self.sample(self.lean.forward(*self._decode_inputs(plan, table)), plan, table)
         with self.prepared():
-            return self.sample(self._decode(plan, table), plan, table)
+            return self.sample(self.forward(*self._decode_inputs(plan, table), None), plan, table)
 
-    def _decode(self, plan: DecodePlan, table: SlotTable) -> Tensor:
+    def _decode_inputs(self, plan: DecodePlan, table: SlotTable) -> tuple[Tensor, Tensor, StepContext]:
+        """Token ids [B], positions [B] and where they live."""
         size = self.config.block_size
         width = int(plan.positions.max()) // size + 1
         tables = table.block_tables[plan.slots, :width]
@@ -229,7 +235,7 @@ class ModelRunner:
         )
         self.customise(context)
         slots = self.to_device(plan.slots)
-        return self.forward(self.last_tokens[slots], self.to_device(plan.positions), context, None)
+        return self.last_tokens[slots], self.to_device(plan.positions), context
 
     def customise(self, context: StepContext) -> None:
         """Another attention implementation, where there is one."""

@@ -13,6 +13,7 @@ from atlaslib.errors import ConfigError, UnsupportedModelError
 logger = logging.getLogger(__name__)
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _MAX_MODEL_LEN = 32768  # when nothing is asked for
+_LEAN_TOLERANCE = 1e-4  # in log-prob, between the lean decode path and the modules
 
 
 def check_supported(model: Any) -> None:
@@ -86,10 +87,11 @@ def probe(engine: Any) -> None:
     """Compare a short paged run with the model's plain forward; raise when they are not the same function."""
     model, vocab = engine.model, engine.runner.vocab_size
     tokens = [(7919 * i + 11) % vocab for i in range(min(12, engine.max_model_len - 4))]
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
     try:
-        reply = engine.generate(
-            [tokens], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
-        )[0][0]
+        reply = engine.generate([tokens], params)[0][0]
+        if engine.runner.lean is not None:
+            reply = _check_lean(engine, tokens, params, reply)
     except NotImplementedError as error:
         raise UnsupportedModelError(
             f"the engine cannot sample from {type(model).__name__}: its attention uses {error}"
@@ -110,3 +112,17 @@ def probe(engine: Any) -> None:
             "attn_implementation='eager' has"
         )
     logger.debug("paged and plain forward of %s agree to %.2g", type(model).__name__, difference)
+
+
+def _check_lean(engine: Any, tokens: list[int], params: SamplingParams, reply: Any) -> Any:
+    """Keep the lean decode path only when the modules give the same; the reply of the path that is kept."""
+    lean, engine.runner.lean = engine.runner.lean, None
+    expected = engine.generate([tokens], params)[0][0]
+    pairs = zip(expected.raw_logprobs, reply.raw_logprobs, strict=True)
+    difference = max(abs(a - b) for a, b in pairs)
+    if expected.token_ids == reply.token_ids and difference <= _LEAN_TOLERANCE:
+        engine.runner.lean = lean
+        return reply
+    name = type(engine.model).__name__
+    logger.debug("decode steps of %s run its modules: the lean path differs by %.2g", name, difference)
+    return expected
