@@ -26,6 +26,7 @@ _HEAD = re.compile(rb"POST (/scored_data|/scored_data_list) HTTP/1\.1\r\n")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,18})\r\n", re.IGNORECASE)
 _END = b"\r\n\r\n"
 _KEPT_HEADS = 256
+_SCRATCH = 64 * 1024
 _MAX_HEAD = 8192
 _UNUSUAL = (b"transfer-encoding", b"expect", b"upgrade", b"origin")
 
@@ -170,10 +171,25 @@ class RolloutProtocol(HttpToolsProtocol):
             post.body[post.filled :] = memoryview(data)[offset : offset + room]
             post.filled += room
             self._backlog = data[offset + room :]
+        self._look(post)
+
+    def _look(self, post: _Post) -> None:
         if post.filled == len(post.body):
             self._post = None
             self._answering = True
             self._take(post.head, post.started, cast(bytes, post.body))  # nobody writes to it any more
+
+    def room(self) -> memoryview | None:
+        """Where the bytes to come belong, when they are a body's; never empty."""
+        post = self._post
+        return None if post is None else memoryview(post.body)[post.filled :]
+
+    def filled(self, count: int) -> None:
+        """So many bytes were put into `room`."""
+        post = self._post
+        if post is not None:
+            post.filled += count
+            self._look(post)
 
     # ---- answering ----------------------------------------------------------------------------------------------------
 
@@ -299,10 +315,36 @@ class RolloutProtocol(HttpToolsProtocol):
             callback(exc)
 
 
-def protocol_for(hot: HotRoutes, token: str | None) -> type[RolloutProtocol]:
+class RolloutConnection(asyncio.BufferedProtocol):
+    """What the transport talks to: reads the rest of a long body straight into its place, and anything else into `scratch`."""
+
+    protocol_class: type[RolloutProtocol]
+    scratch: memoryview
+    """One for all connections: what was read is used up before anything else is read."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.protocol = protocol = self.protocol_class(*args, **kwargs)
+        self.eof_received = protocol.eof_received  # type: ignore[method-assign]
+        self.pause_writing = protocol.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = protocol.resume_writing  # type: ignore[method-assign]
+        self.connection_lost = protocol.connection_lost  # type: ignore[method-assign]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.protocol.connection_made(cast(asyncio.Transport, transport))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self.protocol.room() or self.scratch
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self.protocol.room() is None:
+            self.protocol.data_received(bytes(self.scratch[:nbytes]))
+        else:
+            self.protocol.filled(nbytes)
+
+
+def protocol_for(hot: HotRoutes, token: str | None) -> type[RolloutConnection]:
     """The protocol class for uvicorn's `http` option."""
-    return type(
-        "BoundRolloutProtocol",
-        (RolloutProtocol,),
-        {"hot": hot, "token": token.encode() if token else None, "heads": {}},
-    )
+    bound: dict[str, Any] = {"hot": hot, "token": token.encode() if token else None, "heads": {}}
+    protocol: type[RolloutProtocol] = type("BoundRolloutProtocol", (RolloutProtocol,), bound)
+    parts = {"protocol_class": protocol, "scratch": memoryview(bytearray(_SCRATCH))}
+    return type("BoundRolloutConnection", (RolloutConnection,), parts)

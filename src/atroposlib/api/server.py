@@ -39,7 +39,7 @@ from atroposlib.api.middleware import (
     is_loopback,
 )
 from atroposlib.api.observer import StoreObserver
-from atroposlib.api.protocol import RolloutProtocol, protocol_for
+from atroposlib.api.protocol import RolloutConnection, protocol_for
 from atroposlib.api.schemas import (
     BINARY_TYPE,
     EMPTY_EXAMPLE,
@@ -148,7 +148,7 @@ def create_app(service: RolloutService | RolloutStore, settings: ServerSettings 
     return api
 
 
-def front_door(api: FastAPI) -> tuple[ASGIApp, type[RolloutProtocol]]:
+def front_door(api: FastAPI) -> tuple[ASGIApp, type[RolloutConnection]]:
     """The same application with the hot routes answered before the framework's layers see them, and its connection protocol.
 
     What `run-api` gives to uvicorn. Behaves as `api` does; a request that CORS has to look at takes the long way.

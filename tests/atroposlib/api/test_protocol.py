@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from atroposlib.api.binary import encode_group
 from rollout_process import ServerProcess
 
 GROUP = json.dumps({"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [0.5]}).encode()
@@ -61,6 +62,24 @@ def test_a_request_in_pieces(server: ServerProcess) -> None:
         pieces = [whole[a:b] for a, b in itertools.pairwise(edges)]
         assert talk(server, *pieces, pause_s=0.02) == [b"HTTP/1.1 200 OK"]
     assert size(server) == 4
+
+
+def test_long_bodies_and_what_follows_them(server: ServerProcess) -> None:
+    kind = b"Content-Type: application/vnd.atropos+msgpack"
+    sent = []
+    for length in (10, 3000, 40_000):  # one read, two, many; the heads differ in the content length only
+        rows = [list(range(length)), list(range(length, 0, -1))]
+        logprobs = [[-0.5] * length, [-0.25] * length]
+        sent.append({"tokens": rows, "masks": rows, "scores": [0.5, 1.5], "inference_logprobs": logprobs})
+    bodies = [encode_group(group) for group in sent]
+    assert [len(body) > 65536 for body in bodies] == [False, True, True]
+    stream = b"".join(request(body, kind) for body in bodies)
+    pieces = [stream[at : at + 300_000] for at in range(0, len(stream), 300_000)]
+    assert talk(server, *pieces, replies=3) == [b"HTTP/1.1 200 OK"] * 3
+    filler = request(json.dumps({"tokens": [[1]] * 58, "masks": [[1]] * 58, "scores": [0.5] * 58}).encode())
+    assert talk(server, filler) == [b"HTTP/1.1 200 OK"]
+    got = server.call("GET", "/batch").json()["batch"]
+    assert [{name: group[name] for name in sent[0]} for group in got[:3]] == sent
 
 
 def test_requests_that_come_before_the_answer(server: ServerProcess) -> None:
