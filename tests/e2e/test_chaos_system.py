@@ -157,7 +157,7 @@ def final_reward(plan: RunPlan) -> float:
 
 @pytest.mark.timeout(600)
 def test_each_role_killed_once(tmp_path: Path, model_dir: Path) -> None:
-    plan = make_run(tmp_path / "run", model_dir, steps=8)
+    plan = make_run(tmp_path / "run", model_dir, steps=40)
     run, killer = disturb(plan, ["server", ENVIRONMENT, "trainer"], seed=0, timeout_s=400, longest_wait_s=60)
     assert killer.killed == ["server", ENVIRONMENT, "trainer"]
     assert {name: run.children[name].restarts for name in killer.killed} == {"server": 1, ENVIRONMENT: 1, "trainer": 1}

@@ -31,6 +31,7 @@ METRICS: dict[str, str] = {
     "train/num_samples": "samples trained",
     "train/num_tokens": "tokens of these samples, prompts included",
     "train/num_trained_tokens": "tokens that carry loss",
+    "train/skipped_share": "samples that cannot change the gradient and are not computed",
     "train/row_tokens": "mean tokens of a microbatch as laid out, padding included",
     "train/tokens_per_s": "tokens of the batch divided by the time of the step",
     "train/distill_kl": "mean distillation term per token",
