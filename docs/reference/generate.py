@@ -135,6 +135,7 @@ def main(argv: list[str]) -> int:
     import os
 
     os.environ["COLUMNS"] = "100"
+    sys.executable = "python"  # some defaults name it; the pages must not depend on where they are made
     stale = []
     for name, make in PAGES.items():
         path, text = HERE / name, make()
