@@ -140,7 +140,7 @@ def server_for(app: FastAPI, log_level: str) -> uvicorn.Server:
     entry, protocol = front_door(app)
     config = uvicorn.Config(
         entry,
-        http=protocol,
+        http=protocol,  # type: ignore[arg-type]  # a BufferedProtocol; uvicorn's hint knows only the plain one
         loop="uvloop" if sys.platform != "win32" else "asyncio",
         ws="none",
         lifespan="on",
