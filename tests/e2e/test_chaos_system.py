@@ -171,10 +171,10 @@ def test_many_kills_and_the_reward_of_an_undisturbed_run(tmp_path: Path, model_d
     victims = ["server", ENVIRONMENT, "trainer"] * 8
     random.Random(1).shuffle(victims)
     # Save after every step: progress between two kills of the trainer is then never lost.
-    disturbed = make_run(tmp_path / "disturbed", model_dir, steps=45, save_steps=1)
+    disturbed = make_run(tmp_path / "disturbed", model_dir, steps=90, save_steps=1)
     _, killer = disturb(disturbed, victims, seed=1, timeout_s=2400, longest_wait_s=90)
     assert len(killer.killed) >= 20
     check_lineage(disturbed)
-    calm = make_run(tmp_path / "calm", model_dir, steps=45)
+    calm = make_run(tmp_path / "calm", model_dir, steps=90)
     disturb(calm, [], seed=0, timeout_s=900, longest_wait_s=60)
     assert abs(final_reward(disturbed) - final_reward(calm)) < 0.25
