@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,3 +84,11 @@ class IgnoreAll:
 
     def reported(self, source: str, step: int, time: float, metrics: dict[str, float]) -> None:
         """A process reported numbers."""
+
+
+@runtime_checkable
+class LaggingObserver(Protocol):
+    """An observer that writes later than it is told; it is asked to finish before batches are forgotten."""
+
+    def flush(self) -> None:
+        """Wait until everything told so far is kept."""

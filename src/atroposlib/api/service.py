@@ -28,6 +28,7 @@ from atroposlib.api.events import (
 )
 from atroposlib.api.journal import Journal
 from atroposlib.api.leases import Batch, LeaseState
+from atroposlib.api.observer import LaggingObserver
 from atroposlib.api.schemas import RegisterEnv, Registration
 from atroposlib.api.store import RolloutStore, StoredGroup
 from atroposlib.api.wire import WireError, WireGroup
@@ -200,8 +201,18 @@ class RolloutService:
         """A checkpoint contains every batch up to this one."""
         self._known_seq(seq)
         event = Committed(seq, step)
+        await self._let_observers_finish()
         await self._do(event, lambda _: self.store.commit(event))
         self.store.notify("committed", seq, step)
+
+    async def _let_observers_finish(self) -> None:
+        """A commit forgets batches: what a run log has not written by then, a restart could not tell it any more."""
+        for observer in self.store.observers:
+            if isinstance(observer, LaggingObserver):
+                try:
+                    await asyncio.to_thread(observer.flush)
+                except TimeoutError as error:
+                    logger.warning("%s", error)
 
     def _known_seq(self, seq: int) -> None:
         last = self.store.ledger.next_seq - 1
