@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help quickstart test check format bench chaos learn gpu vllm clean
+.PHONY: help quickstart test check format bench verifiers chaos learn gpu vllm clean
 
 help:           ## show the targets
 	@grep -E '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/ \t/' | expand -t 14
@@ -33,8 +33,25 @@ format: $(STAMP)  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix src tests examples benchmarks
 	$(BIN)/ruff format src tests examples benchmarks
 
-bench: $(STAMP)  ## all benchmarks in their quick form
-	for file in benchmarks/*.py; do $(BIN)/python $$file --quick || exit 1; done
+.cache/trl-venv/bin/python:
+	$(PYTHON) -m venv .cache/trl-venv
+	.cache/trl-venv/bin/pip install -q -c constraints.txt torch transformers accelerate 'trl==1.16.0'
+
+bench: $(STAMP) .cache/trl-venv/bin/python  ## all benchmarks in a short form (peers are installed in environments of their own)
+	$(BIN)/python benchmarks/import_time.py --runs 2
+	$(BIN)/python benchmarks/worker_budget_simulation.py --seeds 2
+	$(BIN)/python benchmarks/rollout_server.py --quick
+	$(BIN)/python benchmarks/environment_loop.py --rounds 1
+	$(BIN)/python benchmarks/engine.py --cpu-tokens 24
+	$(BIN)/python benchmarks/trainer.py --model tiny
+	$(BIN)/python benchmarks/quickstart.py --quick
+
+.cache/verifiers-%/bin/python:
+	$(PYTHON) -m venv .cache/verifiers-$*
+	.cache/verifiers-$*/bin/pip install -q $(if $(filter 0.4,$*),verifiers==0.4.0 uv,verifiers==0.3.1)
+
+verifiers: $(STAMP) .cache/verifiers-0.4/bin/python .cache/verifiers-0.3/bin/python  ## real `verifiers` environments, both APIs
+	$(BIN)/python -m pytest -m slow tests/atroposlib/envs/test_verifiers_env.py $(ARGS)
 
 chaos: $(STAMP)  ## kill processes at random, many times
 	$(BIN)/python -m pytest -m "slow and not vllm and not gpu" tests/chaos tests/e2e -p no:xdist $(ARGS)
