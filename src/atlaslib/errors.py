@@ -32,7 +32,11 @@ class RolloutTimeoutError(AtroposError, TimeoutError):
 
 
 class SamplerError(AtroposError, RuntimeError):
-    """A sampler failed, or does not carry the weights it should."""
+    """A sampler failed, or does not carry the weights it should; ``status`` is the HTTP status of a server that refused."""
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class CheckpointError(AtroposError, RuntimeError):

@@ -169,6 +169,7 @@ def test_wandb_stays_when_configured(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"max_staleness": 1, "sampler": "transformers"}, "sampler='engine'"),
         ({"auto_find_batch_size": True}, "backprop_accumulation_steps"),
         ({"scale_rewards": "yes"}, "group"),
+        ({"trainable_layers": 0}, "at least 1"),
         ({"policy_server_port": 0, "sampler": "transformers"}, "engine"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
@@ -657,3 +658,58 @@ def test_zero3_gathers_weights_for_generation_or_not(gather: bool, train: Any, m
         assert copied is not next(trainer.model.parameters())
         assert torch.equal(copied, next(trainer.model.parameters()))
         assert trainer.sampler_host.engine.version == 1
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_trainable_layers_trains_the_top_and_builds_no_graph_below(checkpointing: bool, train: Any, model: Any) -> None:
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    outputs: list[bool] = []
+    handle = model.model.layers[0].register_forward_hook(
+        lambda module, args, output: (
+            outputs.append((output[0] if isinstance(output, tuple) else output).requires_grad)
+            if torch.is_grad_enabled()
+            else None
+        )
+    )
+    trainer = train(trainable_layers=1, warmup_ratio=0.0, gradient_checkpointing=checkpointing)
+    handle.remove()
+    changed = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    top = {name for name, _ in model.named_parameters() if name.startswith(("model.layers.1.", "model.norm."))}
+    assert changed == top
+    assert outputs
+    assert checkpointing or not any(
+        outputs
+    )  # with checkpointing transformers wants gradients of the embeddings in any case
+    optimized = {id(value) for group in trainer.optimizer.param_groups for value in group["params"]}
+    assert optimized == {id(value) for name, value in model.named_parameters() if name in top}
+
+
+def test_trainable_layers_has_the_gradients_of_full_training(tiny_tokenizer: Any, config: Any) -> None:
+    gradients = []
+    for layers in (None, 1):
+        model = tiny_llama(len(tiny_tokenizer), hidden=32, eos_token_id=tiny_tokenizer.eos_token_id)
+        options = {"trainable_layers": layers, "deterministic": True, "learning_rate": 0.0, "max_grad_norm": 1e9}
+        trainer = GRPOTrainer(model, lengths, config(**options), train_dataset=ROWS, processing_class=tiny_tokenizer)
+        found: dict[str, torch.Tensor] = {}
+        for name, value in model.named_parameters():
+            if value.requires_grad:
+                value.register_post_accumulate_grad_hook(
+                    lambda v, name=name, found=found: found.update({name: v.grad.clone()})
+                )
+        trainer.train()
+        gradients.append(found)
+    whole, top = gradients
+    assert set(top) < set(whole)
+    assert all(torch.allclose(top[name], whole[name], atol=1e-6) and top[name].abs().sum() > 0 for name in top)
+
+
+def test_trainable_layers_beyond_the_model_or_with_an_adapter_say_so(model: Any, train: Any) -> None:
+    from peft import LoraConfig
+
+    from atlaslib.trainers.model_setup import train_last_layers, with_adapter
+
+    with pytest.raises(ConfigError, match="trainable_layers is 3; LlamaForCausalLM has 2 layers"):
+        train(trainable_layers=3, go=False)
+    adapted = with_adapter(model, LoraConfig(target_modules=["q_proj"]), GRPOConfig("unused", report_to=[]))
+    with pytest.raises(ConfigError, match="layers_to_transform"):
+        train_last_layers(adapted, 1)

@@ -91,7 +91,7 @@ def plan_content(options: argparse.Namespace) -> dict[str, Any]:
         "run_dir": str(options.run_dir),
         "model": options.model,
         "seed": options.seed,
-        "trainer": TINY_TRAINER.copy() if small else LANGUAGE_TRAINER.copy(),
+        "trainer": TRAINERS.get(options.model, LANGUAGE_TRAINER).copy(),
         "environments": [{"path": options.env or (TINY_TASK if small else SUMS_TASK)}],
         "rollout_server": {"port": options.port},
     }
@@ -144,7 +144,7 @@ TINY_TRAINER: dict[str, Any] = {
 }
 LANGUAGE_TRAINER: dict[str, Any] = {
     "max_steps": 20,
-    "learning_rate": 2e-5,
+    "learning_rate": 1e-5,
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 1,
     "per_device_train_batch_size": 32,
@@ -157,6 +157,12 @@ LANGUAGE_TRAINER: dict[str, Any] = {
     "save_steps": 10,
     "weight_decay": 0.0,
 }
+SMOLLM2_TRAINER: dict[str, Any] = {
+    **LANGUAGE_TRAINER,
+    "learning_rate": 3e-5,
+    "trainable_layers": 10,  # of 30: a third of the backward pass, and enough to change how answers are put
+}
+TRAINERS = {"tiny": TINY_TRAINER, "smollm2": SMOLLM2_TRAINER}
 TEACHER_TRAINER: dict[str, Any] = {
     "max_steps": 40,
     "learning_rate": 2e-3,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+PROBE_TOKENS = 16
+"""Tokens an external sampler makes to show which weights it carries."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SamplingSettings:

@@ -6,8 +6,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from atlaslib.errors import MissingExtraError, SamplerError
-from atlaslib.generation.protocol import Request, SampledCompletion, SamplingSettings
-from atlaslib.generation.vllm_weights import WeightFolder, trainer_scorer
+from atlaslib.generation.protocol import PROBE_TOKENS, Request, SampledCompletion, SamplingSettings
+from atlaslib.generation.vllm_weights import WeightFolder, probe_ids, trainer_scorer
 
 if TYPE_CHECKING:
     from atlaslib.trainers.grpo import GRPOTrainer
@@ -24,7 +24,7 @@ class VLLMSampler:
         config = trainer.config
         self._vllm, self._config = vllm, config
         self._folder, self._score = WeightFolder(trainer), trainer_scorer(trainer)
-        self._probe_ids = list(range(1, min(9, trainer.model.config.vocab_size)))
+        self._probe_ids = probe_ids(trainer.model.config, config.vllm_max_model_len)
         self._version: int | None = trainer.policy_version
         if config.vllm_device not in (None, "auto"):
             os.environ["VLLM_DEVICE"] = str(config.vllm_device)
@@ -94,7 +94,7 @@ class VLLMSampler:
         )
 
     def _verify(self, version: int) -> None:
-        settings = SamplingSettings(max_tokens=16, temperature=1.0)
+        settings = SamplingSettings(max_tokens=PROBE_TOKENS, temperature=1.0)
         completion = self.generate([Request(prompt_ids=self._probe_ids, seed=1)], settings)[0][0]
         expected = self._score(self._probe_ids, completion.token_ids, 1.0)
         given = completion.logprobs or []

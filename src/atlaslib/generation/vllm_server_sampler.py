@@ -1,7 +1,9 @@
 """Sampling with vLLM servers: requests spread over them, weights pushed through a folder, every push verified.
 
 After a push each server samples a few tokens and the trainer computes the same log-probs; a server that answers "done" but kept old
-weights (as some builds do with the head of tied models) is found out before a sample counts.
+weights (as some builds do with the head of tied models) or an old prefix cache is found out before a sample counts. The server is told
+the name of the weights it carries and asked for it after every round: one that was started again meanwhile, or got other weights
+from somebody else, is found out, too.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import logging
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,13 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atlaslib.errors import SamplerError
-from atlaslib.generation.protocol import Request, SampledCompletion, SamplingSettings
+from atlaslib.generation.protocol import PROBE_TOKENS, Request, SampledCompletion, SamplingSettings
 
 if TYPE_CHECKING:
     from atlaslib.trainers.grpo import GRPOTrainer
 
 logger = logging.getLogger(__name__)
-PROBE_TOKENS = 16
 Scorer = Callable[[list[int], list[int], float], list[float]]
 """(prompt ids, completion ids, temperature) -> the trainer's log-probs of the completion"""
 
@@ -35,8 +37,12 @@ class VLLMClient:
     def __init__(self, url: str, *, model_name: str | None = None, timeout_s: float = 120.0) -> None:
         self.url, self._timeout_s = url.rstrip("/"), timeout_s
         self.model_name = model_name
+        self.max_model_len: int | None = None
+        """longest sequence, as the server says"""
         self.version: int | None = None
         """policy version whose weights were pushed and verified"""
+        self.label: str | None = None
+        """what the server was told these weights are called; None where it cannot keep a name"""
 
     def wait_until_ready(self) -> None:
         """Poll ``/health``; a server that does not answer in time is an error that names it."""
@@ -51,8 +57,9 @@ class VLLMClient:
                         f"vLLM server {self.url} did not answer within {self._timeout_s:g} s: {error}"
                     ) from error
                 time.sleep(0.2)
-        if self.model_name is None:
-            self.model_name = str(self._call("GET", "/v1/models")["data"][0]["id"])
+        served = self._call("GET", "/v1/models")["data"][0]
+        self.model_name = self.model_name or str(served["id"])
+        self.max_model_len = served.get("max_model_len")
 
     def complete(self, prompt_ids: list[int], n: int, seed: int, settings: SamplingSettings) -> list[dict[str, Any]]:
         """Choices of ``/v1/completions`` with token ids in and out."""
@@ -81,12 +88,26 @@ class VLLMClient:
         return choices
 
     def load_weights(self, folder: Path) -> None:
-        """Pause, reload from the folder, resume."""
-        self._call("POST", "/pause?mode=keep&clear_cache=true")
+        """Let running requests end, forget cached prefixes, reload from the folder, go on."""
+        self._call("POST", "/pause?mode=wait&clear_cache=true")
         try:
             self._call("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
         finally:
             self._call("POST", "/resume")
+
+    def name_weights(self, label: str) -> bool:
+        """Tell the server what its weights are called; False where it cannot keep a name (before vLLM 0.30)."""
+        try:
+            self._call("POST", "/update_weight_version", {"new_version": label})
+        except SamplerError as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
+
+    def weights_name(self) -> str:
+        """What the server says its weights are called."""
+        return str(self._call("GET", "/weight_info").get("weight_version"))
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
@@ -98,7 +119,8 @@ class VLLMClient:
                 text = reply.read().decode()
         except urllib.error.HTTPError as error:
             raise SamplerError(
-                f"vLLM server {self.url}{path} answered {error.code}: {error.read().decode(errors='replace')[:300]}"
+                f"vLLM server {self.url}{path} answered {error.code}: {error.read().decode(errors='replace')[:300]}",
+                status=error.code,
             ) from error
         except OSError as error:
             raise SamplerError(f"vLLM server {self.url}{path} cannot be reached: {error}") from error
@@ -131,13 +153,14 @@ class VLLMServerSampler:
         self._logprobs_at_temperature = True
         self._pool = ThreadPoolExecutor(max_workers=32, thread_name_prefix="vllm")
         self._version: int | None = None
+        self._run = uuid.uuid4().hex[:8]
         for client in self._clients:
             client.wait_until_ready()
 
     @classmethod
     def for_trainer(cls, trainer: GRPOTrainer) -> VLLMServerSampler:
         """From the trainer's config: ``vllm_host``, ``vllm_port`` + i for client i."""
-        from atlaslib.generation.vllm_weights import WeightFolder, trainer_scorer
+        from atlaslib.generation.vllm_weights import WeightFolder, probe_ids, trainer_scorer
 
         config = trainer.config
         assert config.vllm_port is not None
@@ -149,7 +172,7 @@ class VLLMServerSampler:
             clients,
             export=WeightFolder(trainer).write,
             score=trainer_scorer(trainer),
-            probe_ids=list(range(1, min(9, trainer.model.config.vocab_size))),
+            probe_ids=probe_ids(trainer.model.config),
             tolerance=config.vllm_probe_tolerance,
             temperature=config.temperature,
         )
@@ -164,7 +187,8 @@ class VLLMServerSampler:
                 client.load_weights(folder)
             probe = self._probe(client)
             self._judge(client, probe, version)
-            client.version = version
+            label = f"{self._run}-v{version}"
+            client.version, client.label = version, label if client.name_weights(label) else None
         self._version = version
 
     def generate(self, requests: list[Request], settings: SamplingSettings) -> list[list[SampledCompletion]]:
@@ -181,11 +205,23 @@ class VLLMServerSampler:
             self._pool.submit(self._one, self._clients[number * count // len(requests)], request, settings)
             for number, request in enumerate(requests)
         ]
-        return [future.result() for future in futures]
+        results = [future.result() for future in futures]
+        for client in self._clients:
+            self._check_weights(client)
+        return results
 
     def close(self) -> None:
         """End the threads; the servers belong to somebody else."""
         self._pool.shutdown(wait=False)
+
+    @staticmethod
+    def _check_weights(client: VLLMClient) -> None:
+        found = client.label if client.label is None else client.weights_name()
+        if found != client.label:
+            raise SamplerError(
+                f"vLLM server {client.url} carries weights called {found!r} instead of {client.label!r}: it was started again, or another "
+                "trainer uses it; the samples of this round are not used"
+            )
 
     def _one(self, client: VLLMClient, request: Request, settings: SamplingSettings) -> list[SampledCompletion]:
         choices = client.complete(request.prompt_ids, request.n, request.seed, settings)
@@ -204,10 +240,12 @@ class VLLMServerSampler:
 
     def _probe(self, client: VLLMClient) -> Probe:
         settings = SamplingSettings(max_tokens=PROBE_TOKENS, temperature=self._temperature)
-        token_ids, logprobs = _tokens(client.complete(self._probe_ids, 1, 1, settings)[0], client.url)
+        room = (client.max_model_len or 1 << 30) - PROBE_TOKENS
+        prompt = self._probe_ids[: max(1, room)]
+        token_ids, logprobs = _tokens(client.complete(prompt, 1, 1, settings)[0], client.url)
         return Probe(
-            at_temperature=_mean_gap(logprobs, self._score(self._probe_ids, token_ids, self._temperature)),
-            at_one=_mean_gap(logprobs, self._score(self._probe_ids, token_ids, 1.0)),
+            at_temperature=_mean_gap(logprobs, self._score(prompt, token_ids, self._temperature)),
+            at_one=_mean_gap(logprobs, self._score(prompt, token_ids, 1.0)),
         )
 
     def _judge(self, client: VLLMClient, probe: Probe, version: int) -> None:

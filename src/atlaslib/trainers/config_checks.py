@@ -95,6 +95,8 @@ def _check_ranges(config: GRPOConfig) -> None:
         raise ConfigError(
             f"min_completion_length is {config.min_completion_length}; it must lie between 0 and max_completion_length ({config.completion_limit})"
         )
+    if config.trainable_layers is not None and config.trainable_layers < 1:
+        raise ConfigError(f"trainable_layers is {config.trainable_layers}; it must be at least 1, or left out for all")
     if not 0.0 <= config.ref_model_mixup_alpha <= 1.0:
         raise ConfigError(f"ref_model_mixup_alpha is {config.ref_model_mixup_alpha}; it must lie between 0 and 1")
     if config.max_staleness is not None and config.max_staleness < 0:

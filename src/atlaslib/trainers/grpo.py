@@ -81,6 +81,7 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
             zero_dropout(policy)
         tokenizer = model_setup.load_tokenizer(processing_class, policy, args)
         self.reference = model_setup.make_reference(policy, args)
+        model_setup.train_last_layers(policy, args.trainable_layers)
         super().__init__(
             model=policy,
             args=args,

@@ -128,6 +128,11 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]
     ref_model_mixup_alpha: float = parameter(0.9, "reference = alpha * policy + (1 - alpha) * reference.")
     ref_model_sync_steps: int = parameter(64, "Steps between two reference updates.")
     artificial_epochs: int | None = parameter(1, "Permutations of the prompts chained into one epoch.")
+    trainable_layers: int | None = parameter(
+        None,
+        "Train only the last that many layers and the final norm; what lies below (and the head) stays as it is and costs no "
+        "backward pass (unless gradient_checkpointing is on) and no optimizer state. None = everything.",
+    )
     disable_dropout: bool = parameter(
         True,
         "Set every dropout of the policy to 0, so that its log-probs are those of the sampler.",

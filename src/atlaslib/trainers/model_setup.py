@@ -10,6 +10,7 @@ import torch
 
 from atlaslib.errors import ConfigError, MissingExtraError
 from atlaslib.trainers.grpo_config import GRPOConfig
+from atlaslib.trainers.policy import find_decoder
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,30 @@ def freeze(model: Any) -> Any:
     """No gradients, evaluation mode."""
     model.requires_grad_(False)
     return model.eval()
+
+
+def train_last_layers(model: Any, count: int | None) -> None:
+    """Gradients only for the last ``count`` layers and what follows them in the decoder (the final norm); None = leave all as it is.
+
+    The layers below see no input that needs a gradient, so no graph is built for them.
+    """
+    if count is None:
+        return
+    if has_adapter(model):
+        raise ConfigError(
+            "trainable_layers is for training without an adapter; use LoraConfig(layers_to_transform=...)"
+        )
+    decoder = find_decoder(model)
+    children = list(decoder.children())
+    depth = model.config.get_text_config().num_hidden_layers
+    place = next((i for i, c in enumerate(children) if isinstance(c, torch.nn.ModuleList) and len(c) == depth), None)
+    if place is None:
+        raise ConfigError(f"trainable_layers: cannot find the {depth} layers of {type(decoder).__name__}; leave it out")
+    if count > depth:
+        raise ConfigError(f"trainable_layers is {count}; {type(model).__name__} has {depth} layers")
+    model.requires_grad_(False)
+    for part in [*list(children[place])[-count:], *children[place + 1 :]]:
+        part.requires_grad_(True)
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -28,7 +28,8 @@ class QuickstartConfig(BaseEnvConfig):
 
     max_new_tokens: int = Field(default=8, gt=1, description="Longest answer.")
     task_seed: int = Field(default=0, description="Which prompts are held out, and the order of the others.")
-    eval_samples: int = Field(default=2, ge=1, description="Sampled answers to every held-out prompt.")
+    eval_samples: int = Field(default=2, ge=1, description="Answers to every held-out prompt.")
+    eval_temperature: float = Field(default=1.0, ge=0, description="Temperature of these answers; 0 = the likeliest.")
 
 
 class RepeatLettersConfig(QuickstartConfig):
@@ -105,7 +106,7 @@ class OneTurnEnv(BaseEnv):
         return {**group, "reward_components": components, "generation_params": {"temperature": 1.0}}, []
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Sampled answers to the held-out prompts: mean score and share that is exactly right."""
+        """Answers to the held-out prompts: mean score and share that is exactly right."""
         results = await self.gather_eval(self._evaluate_one(item) for item in self.held_out)
         scores = [score for row in results for score in row]
         metrics = {
@@ -123,7 +124,7 @@ class OneTurnEnv(BaseEnv):
             messages=[{"role": "user", "content": self.question(item)}],
             n=self.config.eval_samples,
             max_tokens=self.config.max_new_tokens,
-            temperature=1.0,
+            temperature=self.config.eval_temperature,
             split="eval",
         )
         return [
@@ -158,6 +159,8 @@ class ConciseSumsConfig(QuickstartConfig):
     """Settings of the sums."""
 
     max_new_tokens: int = Field(default=10, gt=1, description="Longest answer.")
+    eval_samples: int = Field(default=1, ge=1, description="Answers to every held-out prompt.")
+    eval_temperature: float = Field(default=0.0, ge=0, description="Temperature of these answers; 0 = the likeliest.")
 
 
 class ConciseSums(OneTurnEnv):
@@ -170,7 +173,7 @@ class ConciseSums(OneTurnEnv):
     def config_init(cls) -> tuple[BaseEnvConfig, list[APIServerConfig]]:
         """Smaller groups: every answer costs a second here."""
         config, servers = super().config_init()
-        config.group_size, config.steps_per_eval = 8, 5
+        config.group_size, config.steps_per_eval = 8, 6
         return config, servers
 
     async def setup(self) -> None:

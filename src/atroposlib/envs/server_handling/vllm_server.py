@@ -1,8 +1,11 @@
-"""``VLLMServer``: OpenAI routes for text, ``/generate`` for exact tokens (vLLM's own form and this project's policy server)."""
+"""``VLLMServer``: OpenAI routes for text; exact tokens from ``/generate`` (this project's policy server, vLLM's API server) or, where that
+route is missing (``vllm serve``), from ``/v1/completions`` with token ids in and out.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from atroposlib.envs.server_handling.api_server import TokensAndLogprobs
@@ -13,6 +16,8 @@ from atroposlib.envs.server_handling.server_config import ReasoningConfig
 from atroposlib.errors import InferenceServerError
 
 __all__ = ["APIServerConfig", "TokenizerOwner", "VLLMServer", "resolve_openai_configs"]
+
+logger = logging.getLogger(__name__)
 
 
 class TokenizerOwner(OpenAIRoutes):
@@ -67,6 +72,8 @@ class VLLMServer(TokenizerOwner):
     Example: ``VLLMServer(APIServerConfig(model_name="Qwen/Qwen3-4B", base_url="http://localhost:9001/v1"))``
     """
 
+    _has_generate = True  # until it answers that it has not
+
     def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None) -> None:
         super().__init__(config, reasoning_config)
 
@@ -79,20 +86,27 @@ class VLLMServer(TokenizerOwner):
     async def _generate(self, kwargs: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
         fields, headers, timeout_s = split_request(kwargs)
         prompt_ids = self.prompt_ids(fields)
-        fields.pop("model", None)
+        model = fields.pop("model", self.config.model_name)
         for name in ("max_new_tokens", "max_completion_tokens"):
             if name in fields:
                 fields["max_tokens"] = fields.pop(name)
-        url = f"{self.root_url()}/generate"
-        reply = await self.http.post_json(
-            url,
-            {"prompt": {"prompt_token_ids": prompt_ids}, "logprobs": 0, **fields},
-            headers={**self.request_headers(), **headers},
-            timeout_s=timeout_s or self.config.timeout,
-        )
-        if not isinstance(reply, dict):
-            raise InferenceServerError(f"{url} answered {type(reply).__name__}, not an object", url=url)
-        return prompt_ids, reply
+        rest: dict[str, Any] = {
+            "headers": {**self.request_headers(), **headers},
+            "timeout_s": timeout_s or self.config.timeout,
+        }
+        if self._has_generate:
+            url = f"{self.root_url()}/generate"
+            try:
+                body = {"prompt": {"prompt_token_ids": prompt_ids}, "logprobs": 0, **fields}
+                return prompt_ids, _object(await self.http.post_json(url, body, **rest), url)
+            except InferenceServerError as error:
+                if error.status != 404:
+                    raise
+            logger.info("%s has no /generate; exact tokens come from /v1/completions", self.label)
+            self._has_generate = False
+        url = f"{self.root_url()}/v1/completions"
+        body = {"model": model, "prompt": prompt_ids, "logprobs": 0, "return_token_ids": True, **fields}
+        return prompt_ids, from_completions(_object(await self.http.post_json(url, body, **rest), url), url)
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
         prompt_ids, reply = await self._generate(kwargs)
@@ -119,6 +133,31 @@ class VLLMServer(TokenizerOwner):
             )
         ids, logprobs = prompt_top_logprobs(reply["prompt_logprobs"])
         return {"prompt_tokens": prompt_ids, "prompt_topk_token_ids": ids, "prompt_topk_logprobs": logprobs}
+
+
+def _object(reply: Any, url: str) -> dict[str, Any]:
+    if not isinstance(reply, dict):
+        raise InferenceServerError(f"{url} answered {type(reply).__name__}, not an object", url=url)
+    return reply
+
+
+def from_completions(reply: dict[str, Any], url: str) -> dict[str, Any]:
+    """A reply of ``/v1/completions`` in the form of ``/generate``; ids and log-probs must be there and as many."""
+    choices = list(reply.get("choices") or [])
+    made: dict[str, Any] = {"token_ids": [], "logprobs": [], "finish_reasons": []}
+    for choice in choices:
+        ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
+        if ids is None or logprobs is None or len(ids) != len(logprobs):
+            raise InferenceServerError(
+                f"{url} must return token_ids and as many logprobs (vLLM 0.10.2 or newer); got {sorted(choice)}",
+                url=url,
+            )
+        made["token_ids"].append(ids)
+        made["logprobs"].append([float(value) for value in logprobs])
+        made["finish_reasons"].append(choice.get("finish_reason"))
+    first = choices[0] if choices else {}
+    known = {name: first[name] for name in ("prompt_token_ids", "prompt_logprobs") if first.get(name) is not None}
+    return made | known | ({"policy_versions": reply["policy_versions"]} if "policy_versions" in reply else {})
 
 
 def echoed_prompt(reply: dict[str, Any], sent: list[int]) -> list[int]:

@@ -145,3 +145,44 @@ def test_the_tokenizer_is_loaded_by_name(tiny_tokenizer_dir: Any) -> None:
     ):
         server = VLLMServer(APIServerConfig(base_url="http://x/v1", **settings))
         assert server.tokenizer.encode("a") == [server.tokenizer.convert_tokens_to_ids("a")]
+
+
+class PlainVLLM:
+    """The HTTP side of `vllm serve`: no /generate, token ids through /v1/completions."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.urls: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.choice = {
+            "token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, -1]}, "finish_reason": "length",
+            "prompt_token_ids": [40, 41], "prompt_logprobs": [None, {"41": {"logprob": -2.0}, "9": {"logprob": -1.0}}], **changes,
+        }  # fmt: skip
+
+    async def post_json(self, url: str, body: dict[str, Any], **_: Any) -> Any:
+        self.urls.append(url.rpartition(":")[2].partition("/")[2])
+        if url.endswith("/generate"):
+            raise InferenceServerError("no such route", url=url, status=404)
+        self.bodies.append(body)
+        return {"choices": [self.choice] * body.get("n", 1)}
+
+
+async def test_without_generate_exact_tokens_come_from_completions(harness: HarnessServer) -> None:
+    server, plain = _server(harness), PlainVLLM()
+    server.http = plain
+    for _ in range(2):
+        reply = await server.tokens_and_logprobs_completion(input_ids=[40, 41], n=2, max_new_tokens=2, temperature=0.7)
+        assert reply == ([40, 41], [[7, 8], [7, 8]], [[-0.5, -1.0]] * 2, ["length", "length"])
+    assert plain.urls == ["generate", "v1/completions", "v1/completions"]
+    assert plain.bodies[0] == {
+        "model": "m", "prompt": [40, 41], "logprobs": 0, "return_token_ids": True, "n": 2, "max_tokens": 2, "temperature": 0.7,
+    }  # fmt: skip
+    scored = await server.get_logprobs(input_ids=[40, 41], top_k=2)
+    assert scored["prompt_topk_token_ids"] == [[], [41, 9]]
+    assert scored["prompt_topk_logprobs"] == [[], [-2.0, -1.0]]
+
+
+async def test_a_server_that_merges_entries_is_refused(harness: HarnessServer) -> None:
+    server = _server(harness)
+    server.http = PlainVLLM(token_ids=[7, 8, 9])
+    with pytest.raises(InferenceServerError, match="as many logprobs"):
+        await server.tokens_and_logprobs_completion(input_ids=[40, 41])
