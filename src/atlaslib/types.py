@@ -56,11 +56,30 @@ class TrainingSample:
         return sum(self.loss_mask[1:])
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class FlatRuns:
+    """A flat row as runs of queries and the keys they see: a shared beginning, or a sample's own tokens after one.
+
+    Queries stand in the row in the order of the runs. The last query of a run sees all its keys, the one before it one less, and so on.
+    """
+
+    key_index: torch.Tensor | None
+    """[K] position in the row of every run's keys, run after run; None = the row as it is (nothing is shared)"""
+    query_starts: torch.Tensor
+    """[G + 1] int32: where the runs' queries begin, and the end"""
+    key_starts: torch.Tensor
+    """[G + 1] int32: where the runs' keys begin in ``key_index``, and the end"""
+    longest_queries: int
+    """no run has more queries"""
+    longest_keys: int
+    """no run sees more keys"""
+
+
 @dataclass(kw_only=True, slots=True)
 class Microbatch:
     """Rows for one forward pass, and the flat list of the tokens trained in them.
 
-    Padded, packed and prefix-shared layouts differ only in the first four fields.
+    Padded, packed and prefix-shared layouts differ only in the first five fields.
     """
 
     input_ids: torch.Tensor
@@ -71,6 +90,8 @@ class Microbatch:
     """[S, W'] for flat rows: position of every token of every sample in the row; None = plain causal rows"""
     place_index: torch.Tensor | None
     """[W] for flat rows: one place (sample * W' + column) in that table for every position"""
+    runs: FlatRuns | None
+    """for flat rows: the same as runs of queries and keys"""
     source_index: torch.Tensor
     """[T] flat position (row * W + column) whose hidden state predicts the token"""
     target_ids: torch.Tensor

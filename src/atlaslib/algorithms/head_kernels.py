@@ -1,4 +1,4 @@
-"""Triton kernels for the language-model head on CUDA: log-sum-exp and its gradient in one pass over the logits each.
+"""Triton kernels for the language-model head on CUDA: log-sum-exp with the entropy, and the gradient, in one pass over the logits each.
 
 They are used where triton is there and their first results agree with plain torch; otherwise the torch code does the same work.
 """
@@ -25,26 +25,37 @@ def usable(raw: torch.Tensor) -> bool:
     return _state.get("works", True) and importlib.util.find_spec("triton") is not None
 
 
-def row_logsumexp(raw: torch.Tensor, factor: torch.Tensor) -> torch.Tensor | None:
-    """[c] logsumexp(raw * factor) of each row, float32; None when the kernels cannot be used."""
+def row_logsumexp(raw: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """[c] logsumexp(raw * factor) and [c] entropy of softmax(raw * factor) of each row, float32; None when the kernels cannot be used."""
     try:
-        result = _launch_forward(raw, factor)
+        lse, mean = _launch_forward(raw, factor)
         if "works" not in _state:
-            expected = torch.logsumexp(raw[:CHECKED_ROWS].float() * factor[:CHECKED_ROWS, None], dim=-1)
-            _note(torch.allclose(result[:CHECKED_ROWS], expected, rtol=1e-4, atol=1e-3), "log-sum-exp")
+            logits = raw[:CHECKED_ROWS].float() * factor[:CHECKED_ROWS, None]
+            expected = torch.logsumexp(logits, dim=-1)
+            _note(torch.allclose(lse[:CHECKED_ROWS], expected, rtol=1e-4, atol=1e-3), "log-sum-exp")
+            expected = torch.linalg.vecdot(torch.softmax(logits, dim=-1), logits)
+            _note(torch.allclose(mean[:CHECKED_ROWS], expected, rtol=1e-3, atol=1e-3), "expected logit")
     except Exception as error:  # a compiler that is missing or too new must not end a run: torch does the same
         _give_up(repr(error))
-    return result if _state.get("works") else None
+    return (lse, lse - mean) if _state.get("works") else None
 
 
 def gradient_in_place(
-    raw: torch.Tensor, factor: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, grads: torch.Tensor
+    raw: torch.Tensor,
+    factor: torch.Tensor,
+    lse: torch.Tensor,
+    targets: torch.Tensor,
+    grads: torch.Tensor,
+    entropy: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor | None:
-    """d loss / d raw for logprob gradients ``grads`` [c] at ``targets`` [c], written over ``raw``; None: use torch, ``raw`` is intact."""
+    """d loss / d raw for logprob gradients ``grads`` [c] at ``targets`` [c], written over ``raw``; None: use torch, ``raw`` is intact.
+
+    ``entropy``: its value and gradient, [c] each, when the loss depends on it.
+    """
     try:
         if "gradient" not in _state:
             rows = slice(0, CHECKED_ROWS)
-            got = _launch_backward(raw[rows].clone(), factor[rows], lse[rows], targets[rows], grads[rows])
+            got = _launch_backward(raw[rows].clone(), factor[rows], lse[rows], targets[rows], grads[rows], None)
             p = torch.exp(raw[rows].float() * factor[rows, None] - lse[rows, None])
             expected = (p * -grads[rows, None]).scatter_add(1, targets[rows, None], grads[rows, None]) * factor[
                 rows, None
@@ -54,7 +65,7 @@ def gradient_in_place(
             _note(_state["gradient"], "gradient")
         if not _state.get("works"):
             return None
-        return _launch_backward(raw, factor, lse, targets, grads)
+        return _launch_backward(raw, factor, lse, targets, grads, entropy)
     except Exception as error:  # as above
         _give_up(repr(error))
         return None
@@ -72,17 +83,24 @@ def _give_up(reason: str) -> None:
     _state["works"] = False
 
 
-def _launch_forward(raw: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def _launch_forward(raw: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     lse = torch.empty(raw.shape[0], dtype=torch.float32, device=raw.device)
+    mean = torch.empty_like(lse)
     _kernels()[0][(raw.shape[0],)](
-        raw, raw.stride(0), factor.float().contiguous(), lse, raw.shape[1], BLOCK=4096, num_warps=8
+        raw, raw.stride(0), factor.float().contiguous(), lse, mean, raw.shape[1], BLOCK=4096, num_warps=8
     )
-    return lse
+    return lse, mean
 
 
 def _launch_backward(
-    raw: torch.Tensor, factor: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, grads: torch.Tensor
+    raw: torch.Tensor,
+    factor: torch.Tensor,
+    lse: torch.Tensor,
+    targets: torch.Tensor,
+    grads: torch.Tensor,
+    entropy: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
+    value, grad_value = entropy or (lse, lse)  # not read without an entropy
     _kernels()[1][(raw.shape[0],)](
         raw,
         raw.stride(0),
@@ -90,8 +108,11 @@ def _launch_backward(
         lse.float().contiguous(),
         targets.contiguous(),
         grads.float().contiguous(),
+        value.float().contiguous(),
+        grad_value.float().contiguous(),
         raw.shape[1],
         BLOCK=4096,
+        ENTROPY=entropy is not None,
         num_warps=8,
     )
     return raw

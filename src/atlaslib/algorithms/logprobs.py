@@ -79,11 +79,15 @@ def _chunking(
 ) -> tuple[int, bool]:
     """Positions per chunk, and whether the logits of all chunks stay for the backward pass."""
     on_cuda = device.type == "cuda"
-    wanted = chunk_size or max(1, (CUDA_CHUNK_ELEMENTS if on_cuda else CPU_CHUNK_ELEMENTS) // max(vocab_size, 1))
-    size = max(1, min(wanted, num_tokens))
+    if chunk_size is None:
+        most = max(1, (CUDA_CHUNK_ELEMENTS if on_cuda else CPU_CHUNK_ELEMENTS) // max(vocab_size, 1))
+        size = max(1, -(-num_tokens // max(1, -(-num_tokens // most))))  # chunks of one size
+    else:
+        size = max(1, min(chunk_size, num_tokens))
     if chunk_size is not None or not on_cuda:
         return size, size >= num_tokens
     free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, not in use now
     return size, num_tokens * vocab_size * dtype.itemsize <= CUDA_KEEP_SHARE * free
 
 
@@ -140,9 +144,11 @@ class _HeadLogprobs(torch.autograd.Function):
                 raw = _linear(hidden[part], weight, bias, call)
                 fused = _fused_logsumexp(raw, inverse[part], call)
                 if fused is not None:
-                    lse[part] = fused
+                    lse[part] = fused[0]
                     factor = (inverse[part] * call.head.logit_scale).unsqueeze(1)
-                    logprobs[part] = raw.gather(1, targets[part]).to(call.wide) * factor - fused.unsqueeze(1)
+                    logprobs[part] = raw.gather(1, targets[part]).to(call.wide) * factor - fused[0].unsqueeze(1)
+                    if call.with_entropy:
+                        entropy[part] = fused[1]
                 else:
                     logits = _logits(raw, inverse[part], call)
                     lse[part] = torch.logsumexp(logits, dim=-1)
@@ -185,16 +191,16 @@ class _HeadLogprobs(torch.autograd.Function):
                 if grad_hidden is not None:
                     grad_hidden[part] = (narrow @ weight.to(call.dtype)).to(hidden.dtype)
                 if need_weight:
-                    grad_weight = _add(grad_weight, narrow.t() @ hidden[part].to(call.dtype), weight.dtype)
+                    grad_weight = _add_product(grad_weight, narrow, hidden[part].to(call.dtype), weight.dtype)
                 if need_bias:
                     grad_bias = _add(grad_bias, exact_bias.sum(0), bias.dtype)
             ctx.kept = []
             return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _fused_logsumexp(raw: torch.Tensor, inverse: torch.Tensor, call: _Call) -> torch.Tensor | None:
-    """[c] by the CUDA kernel, where it applies."""
-    if call.with_entropy or call.head.softcap is not None or not head_kernels.usable(raw):
+def _fused_logsumexp(raw: torch.Tensor, inverse: torch.Tensor, call: _Call) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """[c] log-sum-exp and [c] entropy by the CUDA kernel, where it applies."""
+    if call.head.softcap is not None or not head_kernels.usable(raw):
         return None
     return head_kernels.row_logsumexp(raw, inverse * call.head.logit_scale)
 
@@ -209,10 +215,10 @@ def _chunk_gradient(
     call: _Call,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[c, V] gradient of the raw head output in the compute dtype, and as exact as it was computed; ``raw`` may be overwritten."""
-    single = grad_logprobs is not None and targets.shape[1] == 1 and entropy is None and call.head.softcap is None
+    single = grad_logprobs is not None and targets.shape[1] == 1 and call.head.softcap is None
     if single and grad_logprobs is not None and head_kernels.usable(raw):
         fused = head_kernels.gradient_in_place(
-            raw, inverse * call.head.logit_scale, lse, targets[:, 0], grad_logprobs[:, 0]
+            raw, inverse * call.head.logit_scale, lse, targets[:, 0], grad_logprobs[:, 0], entropy
         )
         if fused is not None:
             return fused, fused
@@ -249,6 +255,15 @@ def _grad_of_logits(
         value, grad_value = entropy
         grad = log_p.exp() * (-total - grad_value.unsqueeze(1) * (log_p + value.unsqueeze(1)))
     return grad if grad_logprobs is None else grad.scatter_add_(1, targets, grad_logprobs.to(grad.dtype))
+
+
+def _add_product(
+    total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """``total`` plus left transposed times right."""
+    if total is None or left.dtype != dtype:
+        return _add(total, left.t() @ right, dtype)
+    return total.addmm_(left.t(), right)
 
 
 def _add(total: torch.Tensor | None, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

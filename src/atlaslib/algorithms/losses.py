@@ -112,8 +112,7 @@ def policy_loss(tokens: TokenStreams, options: LossOptions, totals: StepTotals) 
         per_token = per_token + options.beta * kl
     if tokens.entropy is not None and options.entropy_coef:
         per_token = per_token - options.entropy_coef * tokens.entropy
-    if bool(tokens.sft.any()):
-        per_token = torch.where(tokens.sft, -tokens.logprobs, per_token)
+    per_token = torch.where(tokens.sft, -tokens.logprobs, per_token)
     distill = _distillation(tokens)
     if distill is not None:
         per_token = per_token + options.distill_coef * distill
@@ -210,7 +209,7 @@ def _sums(
     known = ~torch.isnan(tokens.sampler_logprobs)
     gap = torch.where(known, tokens.logprobs - tokens.sampler_logprobs, torch.zeros_like(tokens.logprobs))
     sums = {
-        "tokens": torch.tensor(float(tokens.logprobs.shape[0]), device=ratio.device),
+        "tokens": torch.full((), float(tokens.logprobs.shape[0]), device=ratio.device),
         "ratio": ratio.sum(),
         "clip_low": clipped[0].sum(),
         "clip_high": clipped[1].sum(),

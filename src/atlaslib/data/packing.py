@@ -11,13 +11,15 @@ The flat list of trained tokens is the same in all of them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
-from atlaslib.types import Microbatch, TrainingSample
+from atlaslib.types import FlatRuns, Microbatch, TrainingSample
 
 Layout = Literal["padded", "packed", "shared_prefix"]
 NAN = float("nan")
@@ -32,6 +34,8 @@ class _Rows:
     columns: list[list[int]]
     """per sample, per token: its position in its row"""
     row_of: list[int]
+    runs: list[list[int]]
+    """flat rows: the tokens between two ends of samples or shared beginnings, in order; for each such run the positions its last token sees"""
 
 
 def build_microbatch(
@@ -40,21 +44,23 @@ def build_microbatch(
     """Lay ``samples`` out."""
     rows = _padded(samples) if layout == "padded" else _flat(samples, share=layout == "shared_prefix")
     width = max((len(row) for row in rows.ids), default=1)
-    gather, place = (None, None) if rows.positions is None else _flat_tables(rows.columns, width)
+    flat = rows.positions is not None
+    gather, place = _flat_tables(rows.columns, width) if flat else (None, None)
     streams = _token_streams(samples, rows, width)
     distill = _distill_tensors(samples, device)
 
     def floats(name: str) -> torch.Tensor:
-        return torch.tensor(streams[name], dtype=torch.float32, device=device)
+        return _tensor(streams[name], np.float32).to(device)
 
     def integers(name: str) -> torch.Tensor:
-        return torch.tensor(streams[name], dtype=torch.long, device=device)
+        return _tensor(streams[name], np.int64).to(device)
 
     return Microbatch(
         input_ids=_rows_tensor(rows.ids, width, pad_id, device),
         position_ids=None if rows.positions is None else _rows_tensor(rows.positions, width, 0, device),
         gather_index=None if gather is None else gather.to(device),
         place_index=None if place is None else place.to(device),
+        runs=_runs(rows.runs, width, device) if flat else None,
         source_index=integers("source"),
         target_ids=integers("target"),
         sample_index=integers("owner"),
@@ -62,7 +68,7 @@ def build_microbatch(
         temperature=floats("temperature"),
         advantages=floats("advantage"),
         sampler_logprobs=floats("sampler"),
-        sft=torch.tensor(streams["sft"], dtype=torch.bool, device=device),
+        sft=_tensor(streams["sft"], np.bool_).to(device),
         given_ref_logprobs=floats("ref"),
         distill_ids=distill[0],
         distill_logprobs=distill[1],
@@ -76,6 +82,7 @@ def _padded(samples: Sequence[TrainingSample]) -> _Rows:
         positions=None,
         columns=[list(range(len(sample.token_ids))) for sample in samples],
         row_of=list(range(len(samples))),
+        runs=[],
     )
 
 
@@ -84,6 +91,7 @@ def _flat(samples: Sequence[TrainingSample], *, share: bool) -> _Rows:
     ids: list[int] = []
     positions: list[int] = []
     columns: list[list[int]] = []
+    runs: list[list[int]] = []
     prefixes: dict[tuple[object, ...], list[int]] = {}
     for sample in samples:
         shared = untrained_prefix(sample) if share else 0
@@ -92,11 +100,14 @@ def _flat(samples: Sequence[TrainingSample], *, share: bool) -> _Rows:
             prefixes[key] = list(range(len(ids), len(ids) + shared))
             ids += sample.token_ids[:shared]
             positions += range(shared)
+            runs.append(prefixes[key])
         own = sample.token_ids[shared:]
         columns.append([*(prefixes[key] if shared else []), *range(len(ids), len(ids) + len(own))])
+        if own:
+            runs.append(columns[-1])
         ids += own
         positions += range(shared, shared + len(own))
-    return _Rows(ids=[ids], positions=[positions], columns=columns, row_of=[0] * len(samples))
+    return _Rows(ids=[ids], positions=[positions], columns=columns, row_of=[0] * len(samples), runs=runs)
 
 
 def untrained_prefix(sample: TrainingSample) -> int:
@@ -107,11 +118,37 @@ def untrained_prefix(sample: TrainingSample) -> int:
 def _flat_tables(columns: list[list[int]], num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather table [S, W'] and, for each flat position, one place in it."""
     longest = max(len(row) for row in columns)
-    gather = torch.tensor([row + [0] * (longest - len(row)) for row in columns], dtype=torch.long)
-    place = torch.zeros(num_positions, dtype=torch.long)
+    gather = np.zeros((len(columns), longest), dtype=np.int64)
+    place = np.zeros(num_positions, dtype=np.int64)
     for sample, row in enumerate(columns):
-        place[torch.tensor(row, dtype=torch.long)] = torch.arange(len(row)) + sample * longest
-    return gather, place
+        gather[sample, : len(row)] = row
+        place[gather[sample, : len(row)]] = np.arange(len(row)) + sample * longest
+    return torch.from_numpy(gather), torch.from_numpy(place)
+
+
+def _runs(runs: list[list[int]], num_positions: int, device: torch.device | str) -> FlatRuns:
+    """A run's queries are the positions since the last run's end: they end where the positions it sees end."""
+    ends = [run[-1] + 1 for run in runs]
+    key_ends = np.cumsum([len(run) for run in runs])
+    keys = [position for run in runs for position in run]
+    shared = len(keys) > num_positions
+    return FlatRuns(
+        key_index=_tensor(keys, np.int64).to(device) if shared else None,
+        query_starts=_tensor([0, *ends], np.int32).to(device),
+        key_starts=_tensor([0, *key_ends], np.int32).to(device),
+        longest_queries=_power_of_two(max(end - start for start, end in itertools.pairwise([0, *ends]))),
+        longest_keys=_power_of_two(max(len(run) for run in runs)),
+    )
+
+
+def _power_of_two(length: int) -> int:
+    """Not below ``length``; few distinct bounds, so that code compiled for one serves many batches."""
+    return 1 << (length - 1).bit_length()
+
+
+def _tensor(values: list[Any], dtype: Any) -> torch.Tensor:
+    """Through numpy, which reads long lists of numbers several times faster than torch does."""
+    return torch.from_numpy(np.array(values, dtype=dtype))
 
 
 def _token_streams(samples: Sequence[TrainingSample], rows: _Rows, width: int) -> dict[str, list[Any]]:
@@ -139,9 +176,7 @@ def _picked(values: list[float] | None, indices: list[int]) -> list[float]:
 
 
 def _rows_tensor(rows: list[list[int]], width: int, pad: int, device: torch.device | str) -> torch.Tensor:
-    return torch.tensor([row + [pad] * (width - len(row)) for row in rows], dtype=torch.long, device=device).reshape(
-        -1, width
-    )
+    return _tensor([row + [pad] * (width - len(row)) for row in rows], np.int64).reshape(-1, width).to(device)
 
 
 def _distill_tensors(

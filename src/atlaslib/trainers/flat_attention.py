@@ -1,18 +1,25 @@
 """Attention for flat rows: the linear layers see every distinct token once, attention sees whole sequences.
 
 A flat row holds the tokens of many samples one after the other, without pads, and beginnings that samples share only once. Linear layers, norms
-and activations work on it as it is. For attention, queries, keys and values are gathered into one row per sample (a shared
-beginning into each of its samples), the causal kernel of torch runs on those, and the results go back to the flat row.
+and activations work on it as it is. Attention has two ways:
+
+* on a GPU with half-precision tensors, the flash kernel for sequences of different lengths: queries stay where they are, only the keys and values of
+  shared beginnings are repeated for each of their samples;
+* everywhere else, queries, keys and values are gathered into one row per sample (a shared beginning into each of its samples), the causal kernel of
+  torch runs on those, and the results go back to the flat row.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from atlaslib.types import FlatRuns
 
 NAME = "atlas_flat"
 
@@ -25,9 +32,12 @@ class FlatPlan:
     """[S, W] flat position of every token of every sample; pads point anywhere"""
     place: torch.Tensor
     """[N] for each flat position, one place (sample * W + column) where its result is found"""
+    runs: FlatRuns
+    """the same as runs of queries and keys, for the flash kernel"""
 
 
 _plan: list[FlatPlan] = []
+_known_configs: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -75,10 +85,11 @@ def supports_flat(model: Any) -> bool:
 
 
 def _configs(model: Any) -> list[Any]:
-    found = {
-        id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
-    }
-    return list(found.values())
+    """The settings objects the attention of ``model`` reads; looked for once."""
+    if model not in _known_configs:
+        configs = (getattr(module, "config", None) for module in model.modules())
+        _known_configs[model] = list({id(it): it for it in configs if hasattr(it, "_attn_implementation")}.values())
+    return _known_configs[model]
 
 
 def _register() -> None:
@@ -107,6 +118,8 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """[1, heads, N, D] tensors of a flat row -> [1, N, heads, D]."""
     plan = _plan[-1]
+    if _flash_applies(query, value, dropout):
+        return _flash(query, key, value, plan.runs, scaling), None
     samples, width = plan.gather.shape
     index = plan.gather.reshape(-1)
 
@@ -125,6 +138,51 @@ def _attend(
     )
     flat = output.transpose(1, 2).reshape(samples * width, query.shape[1], value.shape[-1])
     return flat.index_select(0, plan.place).unsqueeze(0), None
+
+
+def _flash_applies(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
+    """What the flash kernel takes: half precision, heads of up to 256 numbers; torch's builds for AMD have another kernel."""
+    dim = query.shape[-1]
+    return (
+        query.is_cuda
+        and torch.version.hip is None
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and value.shape[-1] == dim
+        and dim <= 256
+        and dim % 8 == 0
+        and dropout == 0.0
+    )
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: FlatRuns, scaling: float | None
+) -> torch.Tensor:
+    """[1, N, heads, D] by the kernel behind torch.nn.attention.varlen, whose public face lacks grouped-query attention before torch 2.12."""
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        """[N, heads, D]"""
+        return tensor[0].transpose(0, 1)
+
+    def seen(tensor: torch.Tensor) -> torch.Tensor:
+        """[K, heads, D]; through float32 so that the gradients of a shared beginning are summed in float32"""
+        if runs.key_index is None:
+            return rows(tensor)
+        return rows(tensor).float().index_select(0, runs.key_index).to(tensor.dtype)
+
+    output: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        rows(query),
+        seen(key),
+        seen(value),
+        runs.query_starts,
+        runs.key_starts,
+        runs.longest_queries,
+        runs.longest_keys,
+        0.0,
+        True,  # causal: the last query of a run sees all its keys
+        False,
+        scale=scaling,
+    )[0]
+    return output.unsqueeze(0)
 
 
 def _repeat_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from atlaslib.algorithms import head_kernels
 from atlaslib.algorithms.logprobs import HeadOptions, TokenLogprobs, token_logprobs
 from atlaslib.errors import ConfigError
 from atlaslib.trainers.flat_attention import FlatPlan, flat_attention
 from atlaslib.types import Microbatch
 
 ENTROPY_SAMPLE = 1024
-"""On a GPU the entropy that is only logged is taken from about this many tokens."""
+"""On a GPU without the fused head kernels the entropy that is only logged is taken from about this many tokens."""
 
 
 class PolicyForward:
@@ -81,8 +82,9 @@ class PolicyForward:
             "head": head_options(base.config),
             "compute_dtype": torch.get_autocast_dtype(picked.device.type) if autocast else None,
         }
+        free = head_kernels.usable(picked) and shared["head"].softcap is None
         exact = with_entropy and (
-            self._entropy_gradient or picked.device.type == "cpu" or picked.shape[0] <= ENTROPY_SAMPLE
+            self._entropy_gradient or free or picked.device.type == "cpu" or picked.shape[0] <= ENTROPY_SAMPLE
         )
         result = token_logprobs(picked, head.weight, targets, temperature=temperature, with_entropy=exact, **shared)
         if not with_entropy or exact:
@@ -155,9 +157,9 @@ def head_options(config: Any) -> HeadOptions:
 
 def flat_plan(batch: Microbatch) -> FlatPlan | None:
     """How attention reads a flat row; None for plain rows."""
-    if batch.gather_index is None or batch.place_index is None:
+    if batch.gather_index is None or batch.place_index is None or batch.runs is None:
         return None
-    return FlatPlan(gather=batch.gather_index, place=batch.place_index)
+    return FlatPlan(gather=batch.gather_index, place=batch.place_index, runs=batch.runs)
 
 
 def _module_head_logprobs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -127,3 +128,22 @@ def test_distilled_candidates_are_padded() -> None:
 def test_splitting_keeps_order_and_balance() -> None:
     assert [len(part) for part in split_evenly(SAMPLES, 3)] == [2, 1, 1]
     assert [len(part) for part in split_evenly(SAMPLES[:1], 2)] == [1, 0]
+
+
+def test_runs_of_a_flat_row_give_attention_of_whole_samples() -> None:
+    batch = build_microbatch([*SAMPLES, make([40, 41], [], "j")], layout="shared_prefix")
+    assert batch.runs is not None
+    assert batch.runs.key_index is not None
+    starts, key_starts = batch.runs.query_starts.tolist(), batch.runs.key_starts.tolist()
+    assert starts == [0, 3, 5, 8, 10, 11, 12, 16, 18]
+    seen = [batch.runs.key_index[a:b].tolist() for a, b in itertools.pairwise(key_starts)]
+    assert seen[:3] == [[0, 1, 2], [0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7]]
+    assert seen[3:] == [[8, 9], [8, 9, 10], [11], [11, 12, 13, 14, 15], [16, 17]]
+    assert (batch.runs.longest_queries, batch.runs.longest_keys) == (4, 8)
+
+
+def test_runs_of_a_row_without_shared_beginnings_are_the_samples() -> None:
+    runs = build_microbatch(SAMPLES, layout="packed").runs
+    assert runs is not None
+    assert runs.key_index is None
+    assert runs.query_starts.tolist() == runs.key_starts.tolist() == [0, 5, 11, 14, 19]
