@@ -1,29 +1,21 @@
 """The compiled reader of posted JSON groups (`scan.c`): same result as the Python one, several times faster, without the GIL.
 
-`prepare` compiles it once with the machine's C compiler into the user's cache folder; the rollout server calls it at start.
-Where there is no compiler, or ATROPOS_NATIVE=0 is set, `scan` is never available and the Python reader does the work.
+`prepare` compiles it once (`atroposlib.native`); the rollout server calls it at start. Where that is not possible, `scan` is
+never available and the Python reader does the work.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import shutil
-import stat
-import subprocess
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from atroposlib import native
 from atroposlib.api.number_rows import NotPlainError
 from atroposlib.api.schemas import EXTRA_FIELDS, GROUP_FIELDS
-
-logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("scan.c")
 FIELDS = (*GROUP_FIELDS, *EXTRA_FIELDS)
@@ -54,48 +46,22 @@ def prepare() -> bool:
     global _library
     if _library is not None:
         return True
-    if os.environ.get("ATROPOS_NATIVE", "1") == "0":
+    library = native.load(SOURCE)
+    if library is None:
         return False
-    try:
-        library = ctypes.CDLL(str(_compiled()))
-        function = library.atropos_scan
-        function.restype = ctypes.c_int64
-        function.argtypes = [
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_char_p,
-            ctypes.c_void_p,
-            ctypes.c_int32,
-            *[ctypes.c_void_p] * 3,
-            ctypes.c_int64,
-        ]
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
-        logger.info("JSON is read by Python: the compiled reader is not available (%s)", error)
-        return False
+    function = library.atropos_scan
+    function.restype = ctypes.c_int64
+    function.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_char_p,
+        ctypes.c_void_p,
+        ctypes.c_int32,
+        *[ctypes.c_void_p] * 3,
+        ctypes.c_int64,
+    ]
     _library = library
     return True
-
-
-def _compiled() -> Path:
-    """The shared library for this source, compiled now if need be."""
-    source = SOURCE.read_bytes()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "atropos-atlas"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = folder / f"scan-{hashlib.sha256(source + os.uname().machine.encode()).hexdigest()[:16]}.so"
-    if not path.exists():
-        compiler = shutil.which(os.environ.get("CC", "cc"))
-        if compiler is None:
-            raise FileNotFoundError("there is no C compiler")
-        with tempfile.TemporaryDirectory(dir=folder) as made:
-            target = Path(made) / "scan.so"
-            command = [compiler, "-O3", "-std=c11", "-fPIC", "-shared", "-o", str(target), str(SOURCE)]
-            subprocess.run(command, check=True, capture_output=True, timeout=60)
-            os.replace(target, path)
-    for checked in (folder, path):  # code is loaded from here: nobody else may write to it
-        found = checked.stat()
-        if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PermissionError(f"{checked} can be written by others")
-    return path
 
 
 def scan(body: bytes) -> Scanned:
