@@ -13,7 +13,6 @@ import logging
 import time
 import urllib.error
 import urllib.request
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -147,13 +146,16 @@ class VLLMServerSampler:
         probe_ids: list[int],
         tolerance: float,
         temperature: float,
+        pushes: bool = True,
+        meet: Callable[[], None] = lambda: None,
     ) -> None:
+        """``pushes``: whether this process is the one of the run that pushes; ``meet`` waits for the others."""
+        self._pushes, self._meet = pushes, meet
         self._clients, self._export, self._score = list(clients), export, score
         self._probe_ids, self._tolerance, self._temperature = probe_ids, tolerance, temperature
         self._logprobs_at_temperature = True
         self._pool = ThreadPoolExecutor(max_workers=32, thread_name_prefix="vllm")
         self._version: int | None = None
-        self._run = uuid.uuid4().hex[:8]
         for client in self._clients:
             client.wait_until_ready()
 
@@ -175,6 +177,8 @@ class VLLMServerSampler:
             probe_ids=probe_ids(trainer.model.config),
             tolerance=config.vllm_probe_tolerance,
             temperature=config.temperature,
+            pushes=trainer.is_world_process_zero(),
+            meet=trainer.accelerator.wait_for_everyone,
         )
 
     def sync(self, version: int) -> None:
@@ -182,13 +186,16 @@ class VLLMServerSampler:
         if self._version == version:
             return
         folder = None if self._export is None else self._export(version)
-        for client in self._clients:
-            if folder is not None:
+        if folder is not None and self._pushes:
+            for client in self._clients:
                 client.load_weights(folder)
-            probe = self._probe(client)
-            self._judge(client, probe, version)
-            label = f"{self._run}-v{version}"
-            client.version, client.label = version, label if client.name_weights(label) else None
+        self._meet()
+        for client in self._clients:
+            self._judge(client, self._probe(client), version)
+            # The folder's name (.../v3) tells runs apart and says the version; all processes of a run give the same.
+            label = None if folder is None else str(folder)
+            client.label = label if label is not None and client.name_weights(label) else None
+            client.version = version
         self._version = version
 
     def generate(self, requests: list[Request], settings: SamplingSettings) -> list[list[SampledCompletion]]:

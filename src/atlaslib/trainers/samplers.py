@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from atlaslib.trainers.grpo import GRPOTrainer
 
 logger = logging.getLogger(__name__)
+CACHE_SHARE = 0.3
+"""Of the GPU memory free at start, the most the engine's cache takes: the update needs the rest."""
 
 
 class SamplerHost:
@@ -60,6 +62,12 @@ class SamplerHost:
             self._start_thread()
         if self._engine is not None:
             self._engine.version = self._trainer.policy_version
+        self.push_to_environments()
+
+    def push_to_environments(self) -> None:
+        """Environments that sample from vLLM servers get the present weights; called by all processes, at the start and after each step."""
+        if self._trainer.service is not None and self._trainer.config.sampler_kind == "vllm_server":
+            self.sync(self._trainer.policy_version)
 
     @property
     def sampler(self) -> Sampler:
@@ -135,6 +143,7 @@ class SamplerHost:
 
         trainer = self._trainer
         settings = {
+            "memory_fraction": CACHE_SHARE,
             "update_mode": "in_flight"
             if trainer.config.policy_server_port is not None or trainer.pipeline.is_asynchronous
             else "drain",

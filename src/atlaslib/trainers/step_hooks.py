@@ -44,6 +44,7 @@ class StepHooks(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         trainer = self._trainer
         run_state.sync_reference(trainer)
+        trainer.sampler_host.push_to_environments()
         trainer.close_step()
         if run_state.any_process(trainer.accelerator, trainer.stop_signal.requested):
             logger.warning("stopping on request after step %d: saving a checkpoint", state.global_step)

@@ -118,34 +118,31 @@ def test_asynchronous_sampling_stays_within_its_bound(tied_folder: str, untied_p
     assert [line["rollout/staleness_max"] for line in lines] == [0.0, 1.0, 1.0]
 
 
-def test_a_push_of_other_weights_is_found_out(untied_folder: str, untied_port: int) -> None:
-    """The trainer scores with other weights than were pushed; then another trainer pushes to the same server."""
-    client = VLLMClient(f"http://127.0.0.1:{untied_port}")
-    values: dict[str, list[float]] = {}
-
-    def sampler(shift: float, run_client: VLLMClient = client) -> VLLMServerSampler:
-        return VLLMServerSampler(
-            [run_client], export=lambda version: Path(untied_folder), score=lambda prompt, ids, _: [v + shift for v in values["own"]],
-            probe_ids=list(range(1, 145)), tolerance=0.05, temperature=1.0,
-        )  # fmt: skip
-
-    # What the server says about the probe stands for a trainer's own numbers here.
+def test_a_push_of_other_weights_is_found_out(untied_folder: str, untied_port: int, tmp_path: Path) -> None:
+    """A trainer whose numbers are not the server's, and one to whose server another trainer pushes, too."""
+    url, probe_ids = f"http://127.0.0.1:{untied_port}", list(range(1, 145))
+    client, settings = VLLMClient(url), SamplingSettings(max_tokens=16, temperature=1.0)
     client.wait_until_ready()
     client.load_weights(Path(untied_folder))
-    settings = SamplingSettings(max_tokens=16, temperature=1.0)
-    values["own"] = client.complete(list(range(1, 145)), 1, 1, settings)[0]["logprobs"]["token_logprobs"]
-    with pytest.raises(SamplerError, match=r"does not carry the weights of version 0"):
-        sampler(0.2).sync(0)
-    first = sampler(0.0)
+    # What the server says about the probe stands for a trainer's own numbers here.
+    own = client.complete(probe_ids, 1, 1, settings)[0]["logprobs"]["token_logprobs"]
+
+    def sampler(folder: Path, shift: float = 0.0) -> VLLMServerSampler:
+        return VLLMServerSampler(
+            [VLLMClient(url)], export=lambda version: folder, score=lambda prompt, ids, _: [value + shift for value in own],
+            probe_ids=probe_ids, tolerance=0.05, temperature=1.0,
+        )  # fmt: skip
+
+    with pytest.raises(SamplerError, match="does not carry the weights of version 0"):
+        sampler(Path(untied_folder), shift=0.2).sync(0)
+    first = sampler(Path(untied_folder))
     first.sync(0)
     request = Request(prompt_ids=[1, 2, 3], seed=1)
     assert first.generate([request], settings)[0][0].versions == [0]
-    other = sampler(0.0, VLLMClient(f"http://127.0.0.1:{untied_port}"))
-    other.sync(7)
-    with pytest.raises(SamplerError, match=r"carries weights called '\w+-v7' instead of '\w+-v0'"):
+    (tmp_path / "v7").symlink_to(untied_folder)
+    sampler(tmp_path / "v7").sync(7)
+    with pytest.raises(SamplerError, match=r"carries weights called '.*/v7' instead of '.*/export'"):
         first.generate([request], settings)
-    first.close()
-    other.close()
 
 
 async def test_an_environment_gets_exact_tokens(tied_folder: str, untied_port: int) -> None:
@@ -159,6 +156,8 @@ async def test_an_environment_gets_exact_tokens(tied_folder: str, untied_port: i
         server_type="vllm",
         tokenizer_name=tied_folder,
     )
+    client = VLLMClient(f"http://127.0.0.1:{untied_port}")
+    assert client.name_weights("/somewhere/v5")
     manager = ServerManager([config], slurm=False)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     async with manager.managed_server(tokenizer=tokenizer) as managed:
@@ -169,6 +168,7 @@ async def test_an_environment_gets_exact_tokens(tied_folder: str, untied_port: i
         trained = [i for i, mask in enumerate(node.masked_tokens) if mask != -100]
         assert 1 <= len(trained) <= 10
         assert all(node.logprobs[i] <= 0.0 for i in trained)
+        assert node.metadata["policy_versions"] == [5]
     scored = await manager.get_logprobs(input_ids=[504, 3575, 282], top_k=1)
     assert len(scored["prompt_topk_token_ids"]) == 3
     for server in manager.servers:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from typing import Any
 
 from atroposlib.envs.server_handling.api_server import TokensAndLogprobs
@@ -72,7 +73,7 @@ class VLLMServer(TokenizerOwner):
     Example: ``VLLMServer(APIServerConfig(model_name="Qwen/Qwen3-4B", base_url="http://localhost:9001/v1"))``
     """
 
-    _has_generate = True  # until it answers that it has not
+    _has_generate = _has_weight_info = True  # until it answers that it has not
 
     def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None) -> None:
         super().__init__(config, reasoning_config)
@@ -106,7 +107,26 @@ class VLLMServer(TokenizerOwner):
             self._has_generate = False
         url = f"{self.root_url()}/v1/completions"
         body = {"model": model, "prompt": prompt_ids, "logprobs": 0, "return_token_ids": True, **fields}
-        return prompt_ids, from_completions(_object(await self.http.post_json(url, body, **rest), url), url)
+        before = await self._weights_version(rest)
+        reply = from_completions(_object(await self.http.post_json(url, body, **rest), url), url)
+        after = await self._weights_version(rest)
+        if before is not None and after is not None:
+            reply["policy_versions"] = list(range(min(before, after), max(before, after) + 1))
+        return prompt_ids, reply
+
+    async def _weights_version(self, rest: dict[str, Any]) -> int | None:
+        """The policy version whose weights the server carries; a trainer that pushes them names them ``.../v3``."""
+        if not self._has_weight_info:
+            return None
+        try:
+            found = await self.http.request_json("GET", f"{self.root_url()}/weight_info", **rest)
+        except InferenceServerError as error:
+            if error.status is None:
+                raise
+            self._has_weight_info = False  # an older vLLM, or one without its development routes
+            return None
+        named = re.search(r"/v(\d+)$", str(found.get("weight_version"))) if isinstance(found, dict) else None
+        return int(named[1]) if named else None
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
         prompt_ids, reply = await self._generate(kwargs)
@@ -157,7 +177,7 @@ def from_completions(reply: dict[str, Any], url: str) -> dict[str, Any]:
         made["finish_reasons"].append(choice.get("finish_reason"))
     first = choices[0] if choices else {}
     known = {name: first[name] for name in ("prompt_token_ids", "prompt_logprobs") if first.get(name) is not None}
-    return made | known | ({"policy_versions": reply["policy_versions"]} if "policy_versions" in reply else {})
+    return made | known
 
 
 def echoed_prompt(reply: dict[str, Any], sent: list[int]) -> list[int]:

@@ -150,13 +150,21 @@ def test_the_tokenizer_is_loaded_by_name(tiny_tokenizer_dir: Any) -> None:
 class PlainVLLM:
     """The HTTP side of `vllm serve`: no /generate, token ids through /v1/completions."""
 
-    def __init__(self, **changes: Any) -> None:
+    def __init__(self, *names: str, **changes: Any) -> None:
         self.urls: list[str] = []
+        self.names = list(names)
+        """what /weight_info answers, one after the other; empty: the server has no such route"""
         self.bodies: list[dict[str, Any]] = []
         self.choice = {
             "token_ids": [7, 8], "logprobs": {"token_logprobs": [-0.5, -1]}, "finish_reason": "length",
             "prompt_token_ids": [40, 41], "prompt_logprobs": [None, {"41": {"logprob": -2.0}, "9": {"logprob": -1.0}}], **changes,
         }  # fmt: skip
+
+    async def request_json(self, method: str, url: str, **_: Any) -> Any:
+        assert (method, url.rpartition("/")[2]) == ("GET", "weight_info")
+        if not self.names:
+            raise InferenceServerError("no such route", url=url, status=404)
+        return {"weight_version": self.names.pop(0)}
 
     async def post_json(self, url: str, body: dict[str, Any], **_: Any) -> Any:
         self.urls.append(url.rpartition(":")[2].partition("/")[2])
@@ -179,6 +187,20 @@ async def test_without_generate_exact_tokens_come_from_completions(harness: Harn
     scored = await server.get_logprobs(input_ids=[40, 41], top_k=2)
     assert scored["prompt_topk_token_ids"] == [[], [41, 9]]
     assert scored["prompt_topk_logprobs"] == [[], [-2.0, -1.0]]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [(["/out/v2", "/out/v2"], {2}), (["/out/v2", "/out/v4"], {2, 3, 4}), (["default", "default"], set()), ([], set())],
+)
+async def test_versions_are_those_of_the_pushed_weights(
+    names: list[str], expected: set[int], harness: HarnessServer
+) -> None:
+    server = _server(harness)
+    server.http = PlainVLLM(*names)
+    with record_policy_versions() as seen:
+        await server.tokens_and_logprobs_completion(input_ids=[40, 41])
+    assert seen == expected
 
 
 async def test_a_server_that_merges_entries_is_refused(harness: HarnessServer) -> None:
