@@ -208,11 +208,15 @@ def main() -> None:
         run = run_ours if arguments.side == "ours" else run_trl
         print(json.dumps(run(arguments.model, Path(arguments.folder))))
     elif arguments.cuda:
+        parts = arguments.only.split(",")
+        if len(parts) > 1:  # a process each, so that none sees what another left in memory
+            for name in parts:
+                subprocess.run([sys.executable, __file__, "--cuda", "--only", name], check=True)
+            return
         sys.path.insert(0, str(Path(__file__).parent))
         from trainer_cuda import run_cuda
 
-        for name in arguments.only.split(","):
-            print(json.dumps(run_cuda(name)), flush=True)
+        print(json.dumps(run_cuda(parts[0])), flush=True)
     else:
         for model in ("tiny", "smollm2") if arguments.model == "all" else (arguments.model,):
             print(json.dumps(compare(model, arguments.who, arguments.trl_python), indent=1), flush=True)

@@ -88,6 +88,20 @@ def test_bfloat16_is_as_near_to_float32_as_plain_bfloat16(
         assert error(part, wanted) < 0.05
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_takes_the_flash_kernel_too(model: Any, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = run(model, "padded")
+    with torch.autocast("cuda", torch.bfloat16):
+        usual = run(model, "padded")
+        calls: list[int] = []
+        flash = flat_attention._flash
+        monkeypatch.setattr(flat_attention, "_flash", lambda *given: calls.append(1) or flash(*given))
+        got = run(model, "shared_prefix", CompiledModules() if compiled else None)
+    assert calls
+    for part, wanted, plain in zip(got, exact, usual, strict=True):
+        assert error(part, wanted) < max(1.3 * error(plain, wanted), 1e-3)
+
+
 def test_compiled_layers_serve_batches_of_any_size(model: Any) -> None:
     half = model.to(torch.bfloat16)
     around = CompiledModules()

@@ -22,15 +22,19 @@ class CompiledModules:
     def __init__(self, *, backend: Any = "inductor") -> None:
         self._backend = backend
         self._compiled: dict[type, Callable[..., Any]] = {}
-        self._blocks: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+        self._found: weakref.WeakKeyDictionary[Any, tuple[list[Any], list[Any]]] = weakref.WeakKeyDictionary()
         self.works = True
 
     @contextlib.contextmanager
     def __call__(self, model: Any) -> Iterator[None]:
         """The decoder layers and norms of ``model`` run compiled inside this block."""
-        if model not in self._blocks:
-            self._blocks[model] = list(_blocks(model))
-        swapped = [module for module in self._blocks[model] if self.works and "forward" not in module.__dict__]
+        if model not in self._found:
+            checkpointed = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+            self._found[model] = list(_blocks(model)), checkpointed
+        blocks, checkpointed = self._found[model]
+        # gradient checkpointing runs forwards again outside this block; they must be the same ones
+        active = self.works and not any(module.gradient_checkpointing for module in checkpointed)
+        swapped = [module for module in blocks if "forward" not in module.__dict__] if active else []
         for module in swapped:
             module.forward = self._forward_of(type(module)).__get__(module)
         try:

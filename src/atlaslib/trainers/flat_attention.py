@@ -118,6 +118,8 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """[1, heads, N, D] tensors of a flat row -> [1, N, heads, D]."""
     plan = _plan[-1]
+    if query.is_cuda and torch.is_autocast_enabled("cuda"):  # rotary embeddings leave queries and keys in float32
+        query, key, value = (tensor.to(torch.get_autocast_dtype("cuda")) for tensor in (query, key, value))
     if _flash_applies(query, value, dropout):
         return _flash(query, key, value, plan.runs, scaling), None
     samples, width = plan.gather.shape

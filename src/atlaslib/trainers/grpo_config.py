@@ -248,8 +248,10 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]
         None,
         "Positions whose logits are held at a time; None = by a memory budget.",
     )
-    compile_modules: bool = parameter(
-        False, "Compile norms and feed-forward blocks for the update (pays on a GPU; the sampler is not affected)."
+    compile_modules: bool | None = parameter(
+        None,
+        "Compile the decoder layers for the update; the sampler is not affected. None = with one process on a GPU, unless "
+        "gradient_checkpointing or deterministic is on.",
     )
     engine_kwargs: dict[str, Any] | None = parameter(None, "Settings of the embedded engine (EngineConfig fields).")
 

@@ -38,7 +38,7 @@ class PolicyUpdate:
             chunk_size=config.logprob_chunk_size,
             at_temperature=config.unbias_log_probabilities,
             entropy_gradient=config.entropy_coef != 0.0,
-            around=CompiledModules() if config.compile_modules else contextlib.nullcontext,
+            around=CompiledModules() if _compiles(config, accelerator) else contextlib.nullcontext,
         )
         self.options = loss_options(config)
         self.totals = StepTotals(num_sequences=1, num_tokens=1, num_microbatches=1)
@@ -126,3 +126,11 @@ class PolicyUpdate:
                 with adapter_disabled(inner):
                     return self.forward_logprobs(model, batch).logprobs[:, 0]
         raise ConfigError("beta is above 0 but there is no reference model")
+
+
+def _compiles(config: GRPOConfig, accelerator: Any) -> bool:
+    """Compiled kernels may differ in the last bits between a run and its continuation: not for deterministic runs."""
+    if config.compile_modules is not None:
+        return config.compile_modules
+    alone_on_gpu = accelerator.device.type == "cuda" and accelerator.num_processes == 1
+    return alone_on_gpu and not config.gradient_checkpointing and not config.deterministic

@@ -100,3 +100,13 @@ def test_a_compiler_that_fails_is_left_out(tiny_model: Any, caplog: pytest.LogCa
     assert sum("is not compiled" in record.message for record in caplog.records) == 1
     assert "no compiler here" in caplog.text
     torch.testing.assert_close(got[0], run(tiny_model, "padded", None)[0], rtol=0, atol=2e-6)
+
+
+def test_checkpointed_models_are_not_compiled(tiny_model: Any) -> None:
+    expected = run(tiny_model, "padded", None)
+    tiny_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    tiny_model.train()
+    backend = CountingBackend()
+    got = run(tiny_model, "padded", CompiledModules(backend=backend))
+    assert backend.graphs == 0
+    torch.testing.assert_close(got[1], expected[1], rtol=1e-4, atol=2e-5)
