@@ -1,12 +1,13 @@
 """How fast the embedded engine samples, beside transformers' own ways, in one run on one machine.
 
     python benchmarks/engine.py --device cpu                       # SmolLM2-135M, float32
-    python benchmarks/engine.py --device cuda --shape 0.5b         # Qwen2 shape, random bfloat16 weights
-    python benchmarks/engine.py --device cuda --shape 7b --loads 256 --peers none
+    python benchmarks/engine.py --device cuda --peers all          # Qwen2 shapes of 0.5B and 7B, random bfloat16 weights
+    python benchmarks/engine.py --device cuda --shapes 7b --loads 256,256g
 
 Inside the measured region: everything from the prompts' token ids to completions with log-probs (queueing, prefill,
 decode, sampling, copy to the host). Outside: loading weights, engine start (reported apart), one short warm-up run.
-Every row is one run; `floor` is the time the weights and keys of each step need at the measured copy bandwidth.
+Every row is one run. `floor` is the time the weights and keys of the decode steps need at the measured copy bandwidth, `bound`
+that of the whole run when its products also take the time of their arithmetic at the measured rate.
 """
 
 from __future__ import annotations
@@ -15,41 +16,17 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from engine_peers import Load, Row, run_generate, run_peers, timed
 
 SHAPES: dict[str, dict[str, int]] = {
     "0.5b": {"num_hidden_layers": 24, "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936},
     "7b": {"num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064},
 }  # fmt: skip
-
-
-@dataclass
-class Row:
-    what: str
-    load: str
-    tokens: int
-    seconds: float
-    note: str = ""
-    extra: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
-
-
-@dataclass
-class Load:
-    """Prompts and the number of new tokens of each."""
-
-    name: str
-    prompts: list[list[int]]
-    new_tokens: list[int]
-    slots: int
-    group: int = 1  # samples of every prompt; the lists above hold one entry per prompt
 
 
 def random_prompts(count: int, low: int, high: int, vocab: int, seed: int) -> list[list[int]]:
@@ -72,62 +49,28 @@ def cuda_load(name: str, vocab: int, mixed_slots: int) -> Load:
     return Load(f"{count} x 256", random_prompts(count, 128, 128, vocab, 3), [256] * count, count)
 
 
-def timed(run: Callable[[], Any], device: str) -> tuple[float, Any]:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    result = run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, result
-
-
 def run_engine(engine: Any, load: Load, device: str) -> tuple[Row, list[Any]]:
+    """The load through the engine; also the rate until its queue was empty, when there was a queue."""
     from atlaslib.engine import SamplingParams
 
     params = [SamplingParams(n=load.group, max_tokens=count, ignore_eos=True, seed=1) for count in load.new_tokens]
+    queue_empty: list[tuple[float, int]] = []
+    step, start, before = engine.step, time.perf_counter(), engine.num_tokens
+
+    def watched_step() -> bool:
+        went: bool = step()
+        if not queue_empty and not engine.scheduler.waiting:
+            queue_empty.append((time.perf_counter() - start, engine.num_tokens - before))
+        return went
+
+    engine.step = watched_step
     seconds, replies = timed(lambda: engine.generate(load.prompts, params), device)
+    del engine.step
     tokens = sum(len(reply.token_ids) for group in replies for reply in group)
-    return Row("atropos engine", load.name, tokens, seconds), replies
-
-
-def run_transformers(model: Any, load: Load, device: str, **how: Any) -> Row:
-    """transformers.generate on the left-padded batch; a mixed load runs in batches of `slots` to the longest reply."""
-    seconds = 0.0
-    for start in range(0, len(load.prompts), load.slots):
-        prompts, new = load.prompts[start : start + load.slots], max(load.new_tokens[start : start + load.slots])
-        longest = max(map(len, prompts))
-        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) :] = 1
-        kwargs = {
-            "do_sample": True,
-            "top_k": 0,
-            "top_p": 1.0,
-            "max_new_tokens": new,
-            "min_new_tokens": new,
-            "pad_token_id": 0,
-            **how,
-        }
-        batch = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-        seconds += timed(lambda: model.generate(**batch, **kwargs), device)[0]  # noqa: B023
-    name = "transformers.generate" + (" static + compile" if how else "")
-    return Row(name, load.name, sum(load.new_tokens), seconds)
-
-
-def run_continuous_batching(model: Any, load: Load, device: str) -> Row:
-    from transformers import GenerationConfig
-
-    config = GenerationConfig(
-        max_new_tokens=max(load.new_tokens), do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0
-    )
-    seconds, out = timed(
-        lambda: model.generate_batch(inputs=load.prompts, generation_config=config, progress_bar=False), device
-    )
-    tokens = sum(len(output.generated_tokens) for output in out.values())
-    return Row("transformers continuous batching", load.name, tokens, seconds)
+    row = Row("atropos engine", load.name, tokens, seconds)
+    if len(load.prompts) * load.group > load.slots:
+        row.extra["until_queue_empty_tok_s"] = queue_empty[0][1] / queue_empty[0][0]
+    return row, replies
 
 
 def mismatch(model: Any, load: Load, replies: list[Any], device: str, count: int = 16) -> dict[str, float]:
@@ -164,86 +107,93 @@ def copy_bandwidth() -> float:
     return 20 * source.numel() / seconds
 
 
-def decode_floor(model: Any, engine: Any, load: Load, bandwidth: float) -> float:
-    """Seconds the weights and keys of the decode steps of a uniform load need at `bandwidth`."""
+def product_rate() -> float:
+    """Floating-point operations per second of a large bfloat16 product."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    torch.mm(a, b)
+    seconds, _ = timed(lambda: [torch.mm(a, b) for _ in range(20)], "cuda")
+    return 20 * 2 * 8192**3 / seconds
+
+
+def floors(model: Any, engine: Any, load: Load, bandwidth: float, flops: float) -> dict[str, float]:
+    """Seconds of the decode steps' bytes at `bandwidth`, and of the whole run at `bandwidth` and `flops`."""
     from atlaslib.engine.memory import bytes_per_token
 
-    embedding = model.get_input_embeddings().weight
-    tied = model.get_output_embeddings().weight.data_ptr() == embedding.data_ptr()
-    weights = sum(p.numel() * p.element_size() for p in model.parameters()) - (
-        0 if tied else embedding.numel() * embedding.element_size()
-    )
-    steps = max(load.new_tokens)
-    context = load.group * sum(len(prompt) + new / 2 for prompt, new in zip(load.prompts, load.new_tokens, strict=True))
-    return steps * (weights + context * bytes_per_token(engine.runner.layers)) / bandwidth
+    size = {name: p.numel() for name, p in model.named_parameters()}
+    head = model.get_output_embeddings().weight.numel()
+    layers = sum(count for name, count in size.items() if ".layers." in name)
+    replies = load.group * sum(load.new_tokens)
+    steps = max(*load.new_tokens, replies / load.slots)
+    weights = steps * 2 * (layers + head) / bandwidth
+    pairs = zip(load.prompts, load.new_tokens, strict=True)
+    context = load.group * sum(new * (len(prompt) + new / 2) for prompt, new in pairs)
+    keys = context * bytes_per_token(engine.runner.layers) / bandwidth
+    prefill = 2 * layers * sum(map(len, load.prompts)) / flops
+    decode = max(weights, 2 * (layers + head) * replies / flops)
+    return {"floor_s": weights + keys, "bound_s": prefill + decode + keys}
 
 
 def bench_cuda(args: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+    for shape in args.shapes.split(","):
+        made = bench_shape(shape, args)
+        for row in made:
+            row.shape = shape
+        rows += made
+        torch.cuda.empty_cache()
+    print_table(rows)
+    return rows
+
+
+def bench_shape(shape: str, args: argparse.Namespace) -> list[Row]:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from atlaslib.engine import Engine, EngineConfig, SamplingParams
-
-    config = Qwen2Config(**SHAPES[args.shape], max_position_embeddings=1024, bos_token_id=None, eos_token_id=2)
+    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=1024, bos_token_id=None, eos_token_id=2)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    bandwidth = copy_bandwidth()
-    rows: list[Row] = []
+    bandwidth, flops = copy_bandwidth(), product_rate()
+    print(f"{shape}: copies at {bandwidth / 1e12:.2f} TB/s, products at {flops / 1e12:.0f} TFLOP/s", flush=True)
     loads = [cuda_load(name, config.vocab_size, args.mixed_slots) for name in args.loads.split(",")]
-    for load in loads:
-        start = time.perf_counter()
-        engine = Engine(model, config=EngineConfig(max_num_seqs=load.slots, max_model_len=1024))
-        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
-        first_token = time.perf_counter() - start
-        engine.generate(
-            random_prompts(load.slots, 100, 160, config.vocab_size, 9), SamplingParams(max_tokens=4, ignore_eos=True)
-        )
-        row, replies = run_engine(engine, load, "cuda")
-        row.extra = {"start_to_first_token_s": first_token, **mismatch(model, load, replies, "cuda")}
-        row.extra |= prefill_share(engine, load, row)
-        if not load.name.startswith("mixed"):
-            row.extra["floor_s"] = decode_floor(model, engine, load, bandwidth)
-        rows.append(row)
-        show(row)
-        del engine, replies
-        torch.cuda.empty_cache()
-        if args.peers != "none" and load.group == 1:
-            rows += peers(model, load, args)
+    rows = [bench_load(model, load, bandwidth, flops) for load in loads]
+    if args.peers != "none":
+        which = ["generate", "continuous", "compile"] if args.peers == "all" else args.peers.split(",")
+        end = time.perf_counter() + args.peer_minutes * 60
+        single = [load for load in loads if load.group == 1]
+        rows += run_peers(model, single, which, args.peer_seconds, lambda: time.perf_counter() > end, show)
     return rows
 
 
-def peers(model: Any, load: Load, args: argparse.Namespace) -> list[Row]:
-    """transformers' ways on the same load, with fewer new tokens where a full run would take minutes."""
-    short = Load(load.name, load.prompts[:], [min(count, args.peer_tokens) for count in load.new_tokens], load.slots)
-    runs: list[Callable[[], Row]] = [lambda: run_transformers(model, short, "cuda")]
-    if not load.name.startswith("mixed"):
-        runs.append(lambda: run_continuous_batching(model, short, "cuda"))
-        if "compile" in args.peers:
-            runs.append(lambda: _warm_compile(model, short))
-    rows = []
-    for run in runs:
-        try:
-            row = run()
-        except Exception as error:  # a peer that cannot run is a row of the table, not the end of the benchmark
-            print(f"  peer failed: {type(error).__name__}: {str(error)[:200]}")
-            continue
-        row.note = (
-            f"{short.new_tokens[0]} new tokens"
-            if not load.name.startswith("mixed")
-            else f"replies cut at {args.peer_tokens}"
-        )
-        rows.append(row)
-        show(row)
-        torch.cuda.empty_cache()
-    return rows
+def bench_load(model: Any, load: Load, bandwidth: float, flops: float) -> Row:
+    from atlaslib.engine import Engine, EngineConfig, SamplingParams
 
-
-def _warm_compile(model: Any, load: Load) -> Row:
     start = time.perf_counter()
-    run_transformers(model, load, "cuda", cache_implementation="static")
-    warm = time.perf_counter() - start
-    row = run_transformers(model, load, "cuda", cache_implementation="static")
-    row.extra["first_run_s"] = warm
+    engine = Engine(model, config=EngineConfig(max_num_seqs=load.slots, max_model_len=1024))
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+    first_token = time.perf_counter() - start
+    warm_up = random_prompts(load.slots, 100, 160, engine.runner.vocab_size, 9)
+    engine.generate(warm_up, SamplingParams(max_tokens=4, ignore_eos=True))
+    row, replies = run_engine(engine, load, "cuda")
+    row.extra |= {"start_to_first_token_s": first_token, **floors(model, engine, load, bandwidth, flops)}
+    row.extra |= mismatch(model, load, replies, "cuda") | prefill_share(engine, load, row)
+    show(row)
+    del engine, replies
+    torch.cuda.empty_cache()
     return row
+
+
+def print_table(rows: list[Row]) -> None:
+    """Rates by load and way, with the engine's multiple of each, as Markdown."""
+    ways = list(dict.fromkeys(row.what for row in rows))
+    print("\n| shape | load | floor | bound | " + " | ".join(ways) + " |\n|" + "---|" * (4 + len(ways)))
+    for shape, load in dict.fromkeys((row.shape, row.load) for row in rows):
+        cells = {row.what: row for row in rows if (row.shape, row.load) == (shape, load)}
+        ours = cells[ways[0]]
+        shares = [f"{ours.extra[name] / ours.seconds:.0%}" for name in ("floor_s", "bound_s")]
+        texts = [f"{ours.rate:,.0f}"]
+        for way in ways[1:]:
+            row = cells.get(way)
+            texts.append(f"{row.rate:,.0f} ({ours.rate / row.rate:.1f}x; {row.note})" if row else "")
+        print(f"| {shape} | {load} | " + " | ".join(shares + texts) + " |")
 
 
 def bench_cpu(args: argparse.Namespace) -> list[Row]:
@@ -289,7 +239,7 @@ def bench_cpu(args: argparse.Namespace) -> list[Row]:
         kept: list[Any] = []
         note(lambda: _keep(run_engine(engine, load, "cpu"), kept))  # noqa: B023
         print("  ", mismatch(model, load, kept, "cpu", count=4))
-        note(lambda: run_transformers(model, load, "cpu"))  # noqa: B023
+        note(lambda: run_generate(model, load, "cpu"))  # noqa: B023
         if args.exact and load is uniform:
             exact = Engine(model, tokenizer, EngineConfig(**settings, exact=True))
             note(lambda: run_engine(exact, load, "cpu")[0], " exact")  # noqa: B023
@@ -311,11 +261,14 @@ def show(row: Row) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b")
+    parser.add_argument("--shapes", default="0.5b,7b", help=f"comma list of {', '.join(SHAPES)}")
     parser.add_argument("--loads", default="64,256,256g,1024,mixed")
     parser.add_argument("--mixed-slots", type=int, default=256)
-    parser.add_argument("--peers", choices=("none", "plain", "compile"), default="plain")
-    parser.add_argument("--peer-tokens", type=int, default=32)
+    parser.add_argument("--peers", default="none", help="none, all, or a comma list of generate, continuous, compile")
+    parser.add_argument("--peer-seconds", type=float, default=5.0, help="limit of a peer's run; mixed loads thrice")
+    parser.add_argument(
+        "--peer-minutes", type=float, default=10.0, help="start no peer's run later than this, per shape"
+    )
     parser.add_argument("--cpu-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--exact", action="store_true", help="CPU: also run exact mode")

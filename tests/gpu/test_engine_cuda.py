@@ -80,6 +80,57 @@ def test_write_kv_puts_rows_where_the_slots_say_and_skips_negative_ones() -> Non
     assert int((keys.view(64, -1).abs().sum(1) > 0).sum()) == 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_add_norm_is_the_addition_and_the_norm_module(dtype: torch.dtype) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    from atlaslib.engine import kernels
+
+    norm = LlamaRMSNorm(896, eps=1e-5).to(DEVICE, dtype)
+    norm.weight.data.normal_(1.0, 0.3)
+    x, y = (torch.randn(37, 896, device=DEVICE, dtype=dtype) for _ in range(2))
+    total, normed = kernels.add_norm(x, y, norm)
+    assert torch.equal(total, x + y)
+    torch.testing.assert_close(normed, norm(x + y), atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=8e-3)
+    torch.testing.assert_close(
+        kernels.rms_norm(x, norm), norm(x), atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=8e-3
+    )
+
+
+@pytest.mark.parametrize("head_norms", [False, True])
+@pytest.mark.parametrize("keep_key", [False, True])
+def test_rope_and_write_is_what_the_modules_do(head_norms: bool, keep_key: bool) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+    from atlaslib.engine import kernels
+
+    rows, heads, kv_heads, dim = 5, 6, 2, 32
+    together = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=DEVICE)
+    query, key, value = together.split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
+    cos, sin = torch.randn(rows, dim, device=DEVICE), torch.randn(rows, dim, device=DEVICE)
+    norms = [Qwen3RMSNorm(dim, eps=1e-5).to(DEVICE) for _ in range(2)]
+    for norm in norms:
+        norm.weight.data.normal_(1.0, 0.3)
+    cache = tuple(torch.zeros(4, 16, kv_heads, dim, device=DEVICE) for _ in range(2))
+    slots = torch.tensor([3, -1, 63, 17, 0], device=DEVICE)
+    q, k = kernels.rope_and_write(
+        query, key, value, cos, sin, slots, cache, tuple(norms) if head_norms else None, keep_key=keep_key
+    )
+    parts = [x.view(1, rows, -1, dim) for x in (query, key)]
+    if head_norms:
+        parts = [norm(x) for norm, x in zip(norms, parts, strict=True)]
+    expected_q, expected_k = apply_rotary_pos_emb(*(x.transpose(1, 2) for x in parts), cos[None], sin[None])
+    torch.testing.assert_close(q, expected_q[0], atol=1e-5, rtol=1e-5)
+    if keep_key:
+        torch.testing.assert_close(k, expected_k[0], atol=1e-5, rtol=1e-5)
+    flat_keys, flat_values = (x.view(64, kv_heads, dim) for x in cache)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            torch.testing.assert_close(flat_keys[slot], expected_k[0, :, row], atol=1e-5, rtol=1e-5)
+            assert torch.equal(flat_values[slot].view(-1), value[row])
+    assert int((flat_keys.abs().sum((1, 2)) > 0).sum()) == 4
+
+
 def make_info(rows: int, temperatures: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
     info = torch.zeros(rows, 8, dtype=torch.int64, device=DEVICE)
     info[:, 0] = torch.arange(rows)
@@ -139,6 +190,7 @@ def test_rollouts_have_the_log_probs_of_the_plain_forward(name: str, dtype: torc
 
     model = tiny_causal_lm(name).to(DEVICE, dtype)
     engine = Engine(model, config=EngineConfig(max_num_seqs=16, max_prefill_tokens=48, num_blocks=400))
+    assert (engine.runner.fused is not None) == (not name.startswith("gemma"))
     prompts = [[5 + i, 9, 30 + i] * (3 + 4 * i) for i in range(6)]
     replies = engine.generate(prompts, SamplingParams(n=4, max_tokens=24, temperature=0.9, ignore_eos=True, seed=3))
     worst = 0.0

@@ -98,6 +98,7 @@ class StepContext:
     attend: AttendFn | None = None  # set: another implementation of the whole thing (Triton, exact)
     table_rows: Tensor | None = None  # int64 [B], CUDA decode: rows of the runner's block table, instead of `tables`
     ragged: tuple[Tensor, Tensor, int, int, Tensor | None] | None = None  # CUDA prefill: see cuda_runner.ragged_layout
+    keep: Tensor | None = None  # CUDA prefill: the rows whose logits are wanted, see fused.FusedStack
     recorded: dict[int, LayerShape] | None = None  # set: only note the shapes (start-up)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch import Tensor
 from atlaslib.engine import attention, kernels
 from atlaslib.engine.attention import StepContext
 from atlaslib.engine.config import EngineConfig
-from atlaslib.engine.fused import FusedModules
+from atlaslib.engine.fused import FusedStack
 from atlaslib.engine.model_runner import ModelRunner, StepResult
 from atlaslib.engine.scheduler import DecodePlan
 from atlaslib.engine.sequence import SlotTable
@@ -29,7 +29,7 @@ from atlaslib.engine.sequence import SlotTable
 logger = logging.getLogger(__name__)
 ToDevice = Callable[[np.ndarray[Any, Any]], Tensor]
 INFO_WIDTH = 8
-_RING = 4  # pinned buffers in turn: a step is waited for before the next but one is launched
+_RING = 8  # pinned buffers in turn; more than the steps that can be in flight
 _MAX_UPDATES = 4096
 
 
@@ -37,10 +37,11 @@ class CudaRunner(ModelRunner):
     """ModelRunner with kernels and graphs."""
 
     runs_ahead = True
-    admit_share = 4  # a prefill step costs launches: wait for a quarter of the slots before reading queued prompts
+    decode_ahead = 3  # about the time the host needs to launch a prefill
+    admit_share = 8  # a prefill step costs launches: wait for an eighth of the slots before reading queued prompts
 
     def __init__(self, model: Any, config: EngineConfig, max_model_len: int) -> None:
-        self.fused = FusedModules(model, merge=config.merge_weights) if config.fused_kernels else None
+        self.fused = self._fuse(model, config)
         super().__init__(model, config, max_model_len)
         slots, width = config.max_num_seqs, -(-max_model_len // config.block_size)
         self.last_tokens = torch.zeros(slots + 1, dtype=torch.int64, device=self.device)  # the last row takes padding
@@ -55,14 +56,19 @@ class CudaRunner(ModelRunner):
         self._weights: tuple[int, ...] = ()
         self.buckets = batch_buckets(slots)
 
+    def _fuse(self, model: Any, config: EngineConfig) -> FusedStack | None:
+        fused = FusedStack(model, self._look_up, merge=config.merge_weights) if config.fused_kernels else None
+        return fused if fused is not None and fused.stack is not None else None
+
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        with super().prepared():
-            if self.fused is None:
-                yield
-            else:
-                with self.fused.active():
-                    yield
+        with super().prepared(), self.fused.active() if self.fused else nullcontext():
+            yield
+
+    def forward(self, ids: Tensor, positions: Tensor, context: StepContext, keep: Tensor | None) -> Tensor:
+        if self.fused is not None and context.recorded is None:
+            context.keep, keep = keep, None  # the stack leaves the other rows out itself
+        return super().forward(ids, positions, context, keep)
 
     # attention
 
@@ -82,8 +88,22 @@ class CudaRunner(ModelRunner):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
+        kernels.write_kv(context.cache.keys[layer], context.cache.values[layer], context.slots, key, value)
+        return self._look_up(context, layer, query, key, value, scale, window, softcap)
+
+    def _look_up(
+        self,
+        context: StepContext,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attention once the step's keys and values are in the cache; `key` and `value` are read by prefill steps only."""
         keys, values = context.cache.keys[layer], context.cache.values[layer]
-        kernels.write_kv(keys, values, context.slots, key, value)
         if context.table_rows is not None and context.lengths is not None:
             return kernels.paged_decode(
                 query, keys, values, self.tables, context.table_rows, context.lengths, scale, window, softcap
@@ -141,8 +161,7 @@ class CudaRunner(ModelRunner):
         super().weights_changed()
         if self._weights and self._weight_addresses() != self._weights:
             logger.warning("parameters moved to new storage; preparing the model again")
-            if self.config.fused_kernels:
-                self.fused = FusedModules(self.model, merge=self.config.merge_weights)
+            self.fused = self._fuse(self.model, self.config)
             self.warm_up()
 
     def _weight_addresses(self) -> tuple[int, ...]:

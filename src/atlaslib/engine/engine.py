@@ -66,7 +66,7 @@ class Engine:
             self.model = model
             config = self.config
             wanted = choose_length(model, config.max_model_len)
-            self._in_flight: Launched | None = None
+            self._in_flight: deque[Launched] = deque()  # launched, results not yet written down; oldest first
             self.runner = make_runner(model, config, wanted)
             self.max_model_len = min(wanted, self.runner.num_blocks * config.block_size)
             self.blocks = BlockManager(self.runner.num_blocks, config.block_size)
@@ -235,28 +235,41 @@ class Engine:
             plan = self.scheduler.schedule()
             if plan is None:
                 return self._settle()
-            launched = self._prefill(plan) if isinstance(plan, PrefillPlan) else self._decode(plan)
-            self._settle()  # the step before this one, while the device works on this one
-            self._in_flight = launched
-            if not self.runner.runs_ahead:
-                self._settle()
+            if isinstance(plan, PrefillPlan):
+                self._decode_ahead()
+                self._prefill(plan)
+            else:
+                self._decode(plan)
+            # the steps before, while the device works on this one
+            self._settle(keep=1 if self.runner.runs_ahead else 0)
             return True
 
     def _may_run_ahead(self) -> bool:
         """The next plan does not depend on tokens that are still on their way."""
-        if self._in_flight is None:
-            return True
-        slots = self._in_flight[0].slots
-        unwatched = bool(self.table.plain[slots].all()) and not self.table.watched[slots].any()
-        return unwatched and not self.scheduler.hold_new and not self.scheduler.short_of_blocks
+        if self.scheduler.hold_new or self.scheduler.short_of_blocks:
+            return not self._in_flight
+        return all(self._unwatched(plan) for plan, _ in self._in_flight)
 
-    def _settle(self) -> bool:
-        """Wait for the step in flight and write its results down."""
-        if self._in_flight is None:
-            return False
-        (plan, result), self._in_flight = self._in_flight, None
-        self._finish(plan, result)
-        return True
+    def _unwatched(self, plan: DecodePlan) -> bool:
+        """Nobody looks at these samples before they end."""
+        return bool(self.table.plain[plan.slots].all()) and not self.table.watched[plan.slots].any()
+
+    def _decode_ahead(self) -> None:
+        """Work for the device while the host launches a prefill, which takes it longer than a decode step."""
+        if 2 * len(self.scheduler.running) < self.table.num_slots:
+            return  # the sooner the others join, the better
+        for _ in range(self.runner.decode_ahead):
+            plan = self.scheduler.decode() if self._may_run_ahead() and not self.scheduler.short_of_blocks else None
+            if plan is None:
+                return
+            self._decode(plan)
+
+    def _settle(self, keep: int = 0) -> bool:
+        """Wait for all but the newest `keep` steps in flight and write their results down."""
+        settled = len(self._in_flight) > keep
+        while len(self._in_flight) > keep:
+            self._finish(*self._in_flight.popleft())
+        return settled
 
     def _take_messages(self) -> None:
         if self._cancelled:
@@ -268,11 +281,11 @@ class Engine:
             if not request.future.cancelled():
                 self.scheduler.add(request)
 
-    def _decode(self, plan: DecodePlan) -> Launched:
+    def _decode(self, plan: DecodePlan) -> None:
         self.scheduler.launched(plan.slots)
-        return plan, self.runner.decode_step(plan, self.table)
+        self._in_flight.append((plan, self.runner.decode_step(plan, self.table)))
 
-    def _prefill(self, plan: PrefillPlan) -> Launched | None:
+    def _prefill(self, plan: PrefillPlan) -> None:
         """Read prompts. Those read completely fork into samples, which draw their first token from one row of logits."""
         read = self.runner.prefill(plan)
         for scored in read.scored:
@@ -290,11 +303,11 @@ class Engine:
         self.runner.copy_blocks(self.scheduler.block_copies)
         self.scheduler.block_copies.clear()
         if not owners:
-            return None
+            return
         first = self.scheduler.plan_of(np.array([seq.slot for seq in owners], dtype=np.int64))
         self.scheduler.launched(first.slots)
         logits = read.logits[self.runner.to_device(np.array(rows, dtype=np.int64))]
-        return first, self.runner.sample_first(logits, first, self.table)
+        self._in_flight.append((first, self.runner.sample_first(logits, first, self.table)))
 
     def _finish(self, plan: DecodePlan, result: StepResult) -> None:
         """Write the results down; end, stream or keep each sample."""

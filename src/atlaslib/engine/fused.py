@@ -1,16 +1,16 @@
-"""Fewer, larger kernels inside the engine's own forward on CUDA: norm, rotary embedding, gated activation, projections.
+"""The decoder stack of the plain Llama form on CUDA, in fewer and larger kernels than its modules launch.
 
-The model's modules stay as they are. Within `FusedModules.active` some of them answer with a fused kernel, only for the
-thread that runs an engine step, and only where the kernel was seen to give the module's own result at start.
+Llama, Qwen2, Qwen3 and Mistral share one layer: norm, attention, norm, gated product. Within `FusedStack.active` the stack's
+forward is the loop below, for the thread that runs an engine step; every other forward is the module's own. The weights
+are the model's parameters. Projections of one input (q, k, v; gate, up) become one matrix product, for which their weights
+are laid next to each other in memory: the same parameter objects with the same values in a shared storage.
 
-Projections of one input (q, k, v; gate, up) become one matrix product. For that their weights are laid next to each
-other in memory: the parameters remain the same objects with the same values, only their storage is a shared one.
+In a step that reads prompts only the rows whose logits are wanted go through the gated product of the last layer.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,55 +20,45 @@ from torch import Tensor
 from torch.nn import functional
 
 from atlaslib.engine import attention, kernels
+from atlaslib.engine.attention import StepContext
 
 logger = logging.getLogger(__name__)
-_ROPE = "apply_rotary_pos_emb"
-_MERGE_BELOW = 1 << 25  # elements; larger products fill the device by themselves and run slower together
+Attend = Callable[..., Tensor]
+_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+_STACK_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
+_LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_MERGE_BELOW = 1 << 25  # elements; larger products fill the device by themselves and gain nothing together
 
 
-class MergedLinears:
-    """Several linear layers of the same input as one product; the first call computes it, the others take their part."""
+class Projections:
+    """Linear layers of one input: one product where they are plain, their own forwards where not (adapters)."""
 
-    def __init__(self, linears: list[Any]) -> None:
+    def __init__(self, linears: list[Any], *, merge: bool) -> None:
         self.linears = linears
-        self.sizes = [linear.out_features for linear in linears]
-        self.weight = _share_storage([linear.weight for linear in linears])
-        self.bias = _share_storage([linear.bias for linear in linears]) if linears[0].bias is not None else None
-        self._input: Tensor | None = None
-        self._parts: tuple[Tensor, ...] = ()
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        if merge and _mergeable(linears):
+            self.sizes = [linear.out_features for linear in linears]
+            self.weight = _share_storage([linear.weight for linear in linears])
+            self.bias = _share_storage([linear.bias for linear in linears]) if linears[0].bias is not None else None
 
-    @staticmethod
-    def possible(linears: list[Any]) -> bool:
-        """Plain layers (no adapters) of one input size and type, all with or all without bias."""
-        first = linears[0]
-        return all(
-            type(linear) is torch.nn.Linear
-            and (linear.in_features, linear.weight.dtype) == (first.in_features, first.weight.dtype)
-            and (linear.bias is None) == (first.bias is None)
-            and linear.weight.numel() < _MERGE_BELOW
-            for linear in linears
-        )
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.weight is None:
+            return tuple(linear(x) for linear in self.linears)
+        return torch.split(functional.linear(x, self.weight, self.bias), self.sizes, dim=-1)
 
-    def together(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
 
-    def forwards(self) -> list[tuple[Any, Callable[..., Any]]]:
-        return [(linear, self._forward(index, linear)) for index, linear in enumerate(self.linears)]
-
-    def _forward(self, index: int, linear: Any) -> Callable[..., Any]:
-        def forward(x: Tensor) -> Tensor:
-            if attention.current() is None:
-                return functional.linear(x, linear.weight, linear.bias)
-            if index == 0:
-                self._input, self._parts = x, torch.split(self.together(x), self.sizes, dim=-1)
-            elif self._input is not x:
-                return functional.linear(x, linear.weight, linear.bias)
-            part = self._parts[index]
-            if index == len(self.sizes) - 1:
-                self._input, self._parts = None, ()
-            return part
-
-        return forward
+def _mergeable(linears: list[Any]) -> bool:
+    """Plain layers of one input size and type, all with or all without bias."""
+    first = linears[0]
+    return all(
+        type(linear) is torch.nn.Linear
+        and (linear.in_features, linear.weight.dtype) == (first.in_features, first.weight.dtype)
+        and (linear.bias is None) == (first.bias is None)
+        and linear.weight.numel() < _MERGE_BELOW
+        for linear in linears
+    )
 
 
 def _share_storage(parameters: list[Any]) -> Tensor:
@@ -82,122 +72,103 @@ def _share_storage(parameters: list[Any]) -> Tensor:
     return whole
 
 
-class FusedModules:
-    """Which modules of `model` can be replaced for a forward, found once."""
+class FusedLayer:
+    """The two halves of one decoder layer, without norms and residual additions."""
 
-    def __init__(self, model: Any, *, merge: bool = True) -> None:
-        self._forwards: list[tuple[Any, Callable[..., Any]]] = []
-        self._ropes: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-        verdicts: dict[type, bool] = {}
-        with torch.no_grad():
-            for module in list(model.modules()):
-                kind = type(module)
-                if kind.__name__.endswith("RMSNorm"):
-                    self._note(module, _norm_forward(module), verdicts)
-                elif _is_gated_mlp(module):
-                    self._note(module, _mlp_forward(module, merge), verdicts)
-                elif kind.__name__.endswith("Attention"):
-                    self._note_attention(module, merge)
-        names = sorted(kind.__name__ for kind, good in verdicts.items() if good)
-        logger.info("fused kernels for %s and %d rotary functions", ", ".join(names) or "no module", len(self._ropes))
+    def __init__(self, layer: Any, *, merge: bool) -> None:
+        self.attention, self.mlp = layer.self_attn, layer.mlp
+        self.second_norm = layer.post_attention_layernorm
+        self.qkv = Projections([getattr(self.attention, name) for name in ("q_proj", "k_proj", "v_proj")], merge=merge)
+        self.gate_up = Projections([self.mlp.gate_proj, self.mlp.up_proj], merge=merge)
+        own = getattr(self.attention, "sliding_window", None)
+        whole_model = getattr(self.attention.config, "sliding_window", None)  # Mistral's layers read the config
+        self.window = own if hasattr(self.attention, "sliding_window") else whole_model
 
-    def _note(self, module: Any, forward: Callable[..., Any], verdicts: dict[type, bool]) -> None:
-        if type(module) not in verdicts:
-            verdicts[type(module)] = _agrees(module, forward)
-        if verdicts[type(module)]:
-            self._forwards.append((module, forward))
+    def attend(self, h: Tensor, cos: Tensor, sin: Tensor, context: StepContext, attend: Attend) -> Tensor:
+        """[T, hidden] -> [T, hidden]; keys and values go into the cache."""
+        module = self.attention
+        layer, rows = int(module.layer_idx), h.shape[0]
+        query, key, value = self.qkv(h)
+        cache = context.cache.keys[layer], context.cache.values[layer]
+        head_norms = (module.q_norm, module.k_norm) if hasattr(module, "q_norm") else None
+        query, key = kernels.rope_and_write(
+            query, key, value, cos, sin, context.slots, cache, head_norms, keep_key=bool(context.spans)
+        )
+        value = value.view(rows, -1, cos.shape[-1]).transpose(0, 1)
+        out = attend(context, layer, query, key, value, module.scaling, self.window, None)
+        projected: Tensor = module.o_proj(out.reshape(rows, -1))
+        return projected
 
-    def _note_attention(self, module: Any, merge: bool) -> None:
-        owner = sys.modules.get(type(module).__module__)
-        if hasattr(owner, _ROPE) and owner not in self._ropes:
-            self._note_rope(owner, module)
-        linears = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
-        if merge and MergedLinears.possible(linears):
-            self._forwards += MergedLinears(linears).forwards()
+    def gated(self, h: Tensor) -> Tensor:
+        result: Tensor = self.mlp.down_proj(kernels.silu_mul(*self.gate_up(h)))
+        return result
 
-    def _note_rope(self, owner: Any, module: Any) -> None:
-        original = getattr(owner, _ROPE)
-        dim = int(getattr(module, "head_dim", 0))
-        parameter = next(module.parameters())
-        if not dim or not _rope_agrees(original, dim, parameter):
+
+class FusedStack:
+    """Another forward for the decoder stack of `model`; `attend` looks up keys that are already in the cache."""
+
+    def __init__(self, model: Any, attend: Attend, *, merge: bool = True) -> None:
+        self.stack = next((module for module in model.modules() if _known(module)), None)
+        if self.stack is None:
+            logger.info("%s runs its own modules: not of the plain Llama form", type(model).__name__)
             return
-
-        def fused(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if attention.current() is None or args or kwargs or cos.shape[-1] != q.shape[-1]:
-                return original(q, k, cos, sin, *args, **kwargs)
-            return kernels.rope(q, k, cos, sin)
-
-        self._ropes[owner] = (original, fused)
+        self._attend = attend
+        with torch.no_grad():
+            self.layers = [FusedLayer(layer, merge=merge) for layer in self.stack.layers]
+        first_norms = [layer.input_layernorm for layer in self.stack.layers]
+        self.norms = [*first_norms, self.stack.norm]
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """The replacements hold inside this block."""
-        for module, forward in self._forwards:
-            module.__dict__["forward"] = forward
-        for owner, (_, fused) in self._ropes.items():
-            setattr(owner, _ROPE, fused)
+        """The stack answers with `forward` inside this block."""
+        if self.stack is None:
+            yield
+            return
+        self.stack.__dict__["forward"] = self.forward
         try:
             yield
         finally:
-            for owner, (original, _) in self._ropes.items():
-                setattr(owner, _ROPE, original)
-            for module, _ in self._forwards:
-                module.__dict__.pop("forward", None)
+            del self.stack.__dict__["forward"]
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
+        """Hidden states after the last norm, of the rows `context.keep` only where that is set."""
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        stack, context = self.stack, attention.current()
+        assert stack is not None
+        if context is None or context.recorded is not None:
+            return type(stack).forward(stack, input_ids=input_ids, position_ids=position_ids, **kwargs)
+        x = stack.embed_tokens(input_ids)[0]  # [T, hidden]
+        cos, sin = (part[0] for part in stack.rotary_emb(x, position_ids))
+        h = kernels.rms_norm(x, self.norms[0])
+        for layer, next_norm in zip(self.layers, self.norms[1:], strict=True):
+            attended = layer.attend(h, cos, sin, context, self._attend)
+            if layer is self.layers[-1] and context.keep is not None:
+                x, attended = x[context.keep], attended[context.keep]
+            x, h = kernels.add_norm(x, attended, layer.second_norm)
+            x, h = kernels.add_norm(x, layer.gated(h), next_norm)
+        return BaseModelOutputWithPast(last_hidden_state=h[None])
 
 
-def _norm_forward(module: Any) -> Callable[..., Any]:
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-
-    def forward(x: Tensor) -> Any:
-        if attention.current() is None or eps is None:
-            return type(module).forward(module, x)
-        return kernels.rms_norm(x, module.weight, eps)
-
-    return forward
-
-
-def _is_gated_mlp(module: Any) -> bool:
-    has_parts = all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
-    return has_parts and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
+def _known(stack: Any) -> bool:
+    """A decoder stack of one of the families, whole and without hooks."""
+    home = type(stack).__module__
+    if home not in [f"transformers.models.{name}.modeling_{name}" for name in _FAMILIES]:
+        return False
+    if set(stack._modules) != _STACK_PARTS or len(stack.layers) != stack.config.num_hidden_layers:
+        return False
+    if any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in stack.modules()):
+        return False
+    return all(_known_layer(layer, stack) for layer in stack.layers)
 
 
-def _mlp_forward(module: Any, merge: bool) -> Callable[..., Any]:
-    linears = [module.gate_proj, module.up_proj]
-    merged = MergedLinears(linears) if merge and MergedLinears.possible(linears) else None
-
-    def forward(x: Tensor) -> Any:
-        if attention.current() is None:
-            return type(module).forward(module, x)
-        gate, up = (
-            torch.split(merged.together(x), merged.sizes, dim=-1)
-            if merged
-            else (module.gate_proj(x), module.up_proj(x))
-        )
-        return module.down_proj(kernels.silu_mul(gate, up))
-
-    return forward
-
-
-def _agrees(module: Any, fused: Callable[..., Any]) -> bool:
-    """Does the fused forward give the module's own result, up to the last bits?"""
-    parameter = next(module.parameters())
-    norm = getattr(module, "weight", None)
-    width = norm.shape[0] if norm is not None else module.gate_proj.in_features
-    x = torch.randn(1, 5, width, device=parameter.device, dtype=parameter.dtype)
-    with attention.running(attention.StepContext(cache=attention.KVCache([], [], 1), slots=x)):
-        ours = fused(x)
-    return _close(ours, type(module).forward(module, x))
-
-
-def _rope_agrees(original: Callable[..., Any], dim: int, parameter: Tensor) -> bool:
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=parameter.device, dtype=parameter.dtype)
-
-    q, k = random(1, 5, 3, dim).transpose(1, 2), random(1, 5, 2, dim).transpose(1, 2)
-    cos, sin = random(1, 5, dim), random(1, 5, dim)
-    return all(_close(a, b) for a, b in zip(kernels.rope(q, k, cos, sin), original(q, k, cos, sin), strict=True))
-
-
-def _close(ours: Tensor, theirs: Tensor) -> bool:
-    tolerance = 1e-5 if ours.dtype == torch.float32 else 2e-2
-    return ours.dtype == theirs.dtype and bool(torch.allclose(ours, theirs, atol=tolerance, rtol=tolerance))
+def _known_layer(layer: Any, stack: Any) -> bool:
+    norms = (layer.input_layernorm, layer.post_attention_layernorm, stack.norm)
+    return (
+        set(layer._modules) == _LAYER_PARTS
+        and {norm.weight.dtype for norm in norms} == {stack.embed_tokens.weight.dtype}
+        and set(layer.self_attn._modules) in (_PROJECTIONS, _PROJECTIONS | {"q_norm", "k_norm"})
+        and set(layer.mlp._modules) == {"gate_proj", "up_proj", "down_proj", "act_fn"}
+        and type(layer.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+        and layer.self_attn.head_dim == 2 * stack.rotary_emb.inv_freq.shape[0]
+    )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 SAMPLE_CHUNK = 4096
 DECODE_TUNING = [(64, 2, 3), (32, 2, 3), (32, 4, 2)]  # (keys per tile, warps, stages) for head sizes to 64, 128, 256
-FEW_ROWS = (32, 1, 2)  # head sizes to 64, when there are fewer than 1024 rows of work
+FEW_ROWS = (128, 4, 3)  # head sizes to 64, when there are fewer than 1024 rows of work: more keys in flight per row
 
 
 @triton.jit
@@ -130,91 +130,142 @@ def paged_decode(
 
 
 @triton.jit
-def _rms_norm(X, WEIGHT, OUT, eps, row_step, WIDTH: tl.constexpr, PAD: tl.constexpr):
-    row = tl.program_id(0)
-    place = tl.arange(0, PAD)
-    x = tl.load(X + row * row_step + place, mask=place < WIDTH, other=0.0)
+def _normed(x, WEIGHT, place, eps, WIDTH: tl.constexpr):
+    """weight * (x / rms(x)), rounded to x's type before the weight, as Llama-like norms do."""
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     weight = tl.load(WEIGHT + place, mask=place < WIDTH, other=0.0)
-    normed = (wide * scale).to(x.dtype)
-    tl.store(OUT + row * WIDTH + place, (weight * normed).to(OUT.dtype.element_ty), mask=place < WIDTH)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """weight * (x / rms(x)), rounded to x's type before the weight, as Llama-like norms do."""
-    width = x.shape[-1]
-    flat = x.reshape(-1, width)
-    out = torch.empty(flat.shape, dtype=torch.promote_types(x.dtype, weight.dtype), device=x.device)
-    pad = triton.next_power_of_2(width)
-    _rms_norm[(flat.shape[0],)](
-        flat, weight, out, eps, flat.stride(0), WIDTH=width, PAD=pad, num_warps=1 if pad <= 256 else 4
-    )
-    return out.view(x.shape)
+    return weight * (wide * scale).to(x.dtype)
 
 
 @triton.jit
-def _rope(
-    Q,
-    K,
-    COS,
-    SIN,
-    QO,
-    KO,
-    q_head,
-    q_row,
-    k_head,
-    k_row,
-    QH: tl.constexpr,
-    KH: tl.constexpr,
-    HALF: tl.constexpr,
-    PAD: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    row = tl.program_id(0)
+def _rms_norm(X, WEIGHT, OUT, eps, WIDTH: tl.constexpr, PAD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PAD)
+    x = tl.load(X + row * WIDTH + place, mask=place < WIDTH, other=0.0)
+    normed = _normed(x, WEIGHT, place, eps, WIDTH)
+    tl.store(OUT + row * WIDTH + place, normed.to(OUT.dtype.element_ty), mask=place < WIDTH)
+
+
+def rms_norm(x: Tensor, norm: Any) -> Tensor:
+    """What the norm module gives for [T, width]."""
+    out = torch.empty_like(x)
+    width = x.shape[1]
+    _rms_norm[(x.shape[0],)](
+        x, norm.weight, out, norm.variance_epsilon, WIDTH=width, PAD=triton.next_power_of_2(width), num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _add_norm(X, Y, WEIGHT, SUM, OUT, eps, WIDTH: tl.constexpr, PAD: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, PAD)
+    at = row * WIDTH + place
+    x = tl.load(X + at, mask=place < WIDTH, other=0.0)
+    y = tl.load(Y + at, mask=place < WIDTH, other=0.0)
+    total = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
+    tl.store(SUM + at, total, mask=place < WIDTH)
+    normed = _normed(total, WEIGHT, place, eps, WIDTH)
+    tl.store(OUT + at, normed.to(OUT.dtype.element_ty), mask=place < WIDTH)
+
+
+def add_norm(x: Tensor, y: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+    """x + y, and the norm module's result for it; [T, width] each."""
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    width = x.shape[1]
+    _add_norm[(x.shape[0],)](
+        x,
+        y,
+        norm.weight,
+        total,
+        out,
+        norm.variance_epsilon,
+        WIDTH=width,
+        PAD=triton.next_power_of_2(width),
+        num_warps=4,
+    )
+    return total, out
+
+
+@triton.jit
+def _rope_and_write(Q, K, V, COS, SIN, Q_NORM, K_NORM, SLOTS, KEYS, VALUES, Q_OUT, K_OUT, eps, q_row, k_row, v_row,
+                    QH: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr,
+                    NORM: tl.constexpr, KEEP_KEY: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HEADS)[:, None]
     d = tl.arange(0, PAD)[None, :]
-    inside = d < HALF
-    at = row * 2 * HALF + d
-    cos_1 = tl.load(COS + at, mask=inside, other=0.0)
-    cos_2 = tl.load(COS + at + HALF, mask=inside, other=0.0)
-    sin_1 = tl.load(SIN + at, mask=inside, other=0.0)
-    sin_2 = tl.load(SIN + at + HALF, mask=inside, other=0.0)
-    is_q = h < QH
-    is_k = (h >= QH) & (h < QH + KH)
-    q_at = h * q_head + row * q_row + d
-    k_at = (h - QH) * k_head + row * k_row + d
-    x1 = tl.where(
-        is_q, tl.load(Q + q_at, mask=is_q & inside, other=0.0), tl.load(K + k_at, mask=is_k & inside, other=0.0)
-    )
+    is_q = (h < QH) & (d < HALF)
+    is_k = (h >= QH) & (h < QH + KH) & (d < HALF)
+    q_at = row * q_row + h * 2 * HALF + d
+    k_at = (h - QH) * 2 * HALF + d
+    x1 = tl.where(is_q, tl.load(Q + q_at, mask=is_q, other=0.0), tl.load(K + row * k_row + k_at, mask=is_k, other=0.0))
     x2 = tl.where(
         is_q,
-        tl.load(Q + q_at + HALF, mask=is_q & inside, other=0.0),
-        tl.load(K + k_at + HALF, mask=is_k & inside, other=0.0),
+        tl.load(Q + q_at + HALF, mask=is_q, other=0.0),
+        tl.load(K + row * k_row + k_at + HALF, mask=is_k, other=0.0),
     )
     kind = x1.dtype
-    y1 = (x1 * cos_1).to(kind).to(tl.float32) + ((-x2) * sin_1).to(kind).to(tl.float32)
-    y2 = (x2 * cos_2).to(kind).to(tl.float32) + (x1 * sin_2).to(kind).to(tl.float32)
-    q_out = (row * QH + h) * 2 * HALF + d
-    k_out = (row * KH + h - QH) * 2 * HALF + d
-    tl.store(QO + q_out, y1.to(kind), mask=is_q & inside)
-    tl.store(QO + q_out + HALF, y2.to(kind), mask=is_q & inside)
-    tl.store(KO + k_out, y1.to(kind), mask=is_k & inside)
-    tl.store(KO + k_out + HALF, y2.to(kind), mask=is_k & inside)
+    if NORM:  # over the two halves of each head
+        w1, w2 = x1.to(tl.float32), x2.to(tl.float32)
+        scale = tl.rsqrt((tl.sum(w1 * w1, 1) + tl.sum(w2 * w2, 1)) / (2 * HALF) + eps)[:, None]
+        one = tl.where(is_q, tl.load(Q_NORM + d, mask=is_q, other=0.0), tl.load(K_NORM + d, mask=is_k, other=0.0))
+        two = tl.where(
+            is_q,
+            tl.load(Q_NORM + HALF + d, mask=is_q, other=0.0),
+            tl.load(K_NORM + HALF + d, mask=is_k, other=0.0),
+        )
+        x1, x2 = one * (w1 * scale).to(kind), two * (w2 * scale).to(kind)
+    at = row * 2 * HALF + d
+    cos_1, cos_2 = tl.load(COS + at, mask=d < HALF, other=0.0), tl.load(COS + at + HALF, mask=d < HALF, other=0.0)
+    sin_1, sin_2 = tl.load(SIN + at, mask=d < HALF, other=0.0), tl.load(SIN + at + HALF, mask=d < HALF, other=0.0)
+    y1 = ((x1 * cos_1).to(kind).to(tl.float32) + ((-x2) * sin_1).to(kind).to(tl.float32)).to(kind)
+    y2 = ((x2 * cos_2).to(kind).to(tl.float32) + (x1 * sin_2).to(kind).to(tl.float32)).to(kind)
+    q_out = row * QH * 2 * HALF + h * 2 * HALF + d
+    tl.store(Q_OUT + q_out, y1, mask=is_q)
+    tl.store(Q_OUT + q_out + HALF, y2, mask=is_q)
+    width: tl.constexpr = KH * 2 * HALF
+    if KEEP_KEY:
+        tl.store(K_OUT + row * width + k_at, y1, mask=is_k)
+        tl.store(K_OUT + row * width + k_at + HALF, y2, mask=is_k)
+    slot = tl.load(SLOTS + row)
+    if slot >= 0:
+        tl.store(KEYS + slot * width + k_at, y1, mask=is_k)
+        tl.store(KEYS + slot * width + k_at + HALF, y2, mask=is_k)
+        value_1 = tl.load(V + row * v_row + k_at, mask=is_k, other=0.0)
+        value_2 = tl.load(V + row * v_row + k_at + HALF, mask=is_k, other=0.0)
+        tl.store(VALUES + slot * width + k_at, value_1, mask=is_k)
+        tl.store(VALUES + slot * width + k_at + HALF, value_2, mask=is_k)
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of [1, heads, T, dim] by cos and sin [1, T, dim], both halves, as transformers computes it."""
-    _, q_heads, rows, dim = q.shape
-    k_heads = k.shape[1]
-    q_out = torch.empty(rows, q_heads, dim, dtype=q.dtype, device=q.device)
-    k_out = torch.empty(rows, k_heads, dim, dtype=k.dtype, device=k.device)
-    _rope[(rows,)](
-        q, k, cos, sin, q_out, k_out, q.stride(1), q.stride(2), k.stride(1), k.stride(2),
-        QH=q_heads, KH=k_heads, HALF=dim // 2, PAD=triton.next_power_of_2(dim // 2),
-        HEADS=triton.next_power_of_2(q_heads + k_heads), num_warps=4,
+def rope_and_write(
+    query: Tensor,  # [T, heads * dim], rows at their own stride, as `key` and `value`
+    key: Tensor,  # [T, kv_heads * dim]
+    value: Tensor,
+    cos: Tensor,  # [T, dim]
+    sin: Tensor,
+    slots: Tensor,  # int64 [T], flat cache slots; negative: skip
+    cache: tuple[Tensor, Tensor],  # keys and values, [blocks, block_size, kv_heads, dim]
+    head_norms: tuple[Any, Any] | None,  # of query and key, before the rotation
+    *,
+    keep_key: bool,
+) -> tuple[Tensor, Tensor]:
+    """Rotary embedding of query and key as transformers computes it; key and value go into the cache.
+
+    Returns query [heads, T, dim] and key [kv_heads, T, dim]; without `keep_key` the second is empty.
+    """
+    (rows, dim), kv_heads = cos.shape, cache[0].shape[2]
+    heads = query.shape[1] // dim
+    q_out = torch.empty(rows, heads, dim, dtype=query.dtype, device=query.device)
+    k_out = torch.empty(rows if keep_key else 0, kv_heads, dim, dtype=key.dtype, device=key.device)
+    q_norm, k_norm = head_norms or (None, None)
+    _rope_and_write[(rows,)](
+        query, key, value, cos, sin, q_norm and q_norm.weight, k_norm and k_norm.weight, slots, *cache, q_out, k_out,
+        q_norm.variance_epsilon if q_norm else 0.0, query.stride(0), key.stride(0), value.stride(0),
+        QH=heads, KH=kv_heads, HALF=dim // 2, PAD=triton.next_power_of_2(dim // 2),
+        HEADS=triton.next_power_of_2(heads + kv_heads), NORM=head_norms is not None, KEEP_KEY=keep_key, num_warps=4,
     )  # fmt: skip
-    return q_out.transpose(0, 1)[None], k_out.transpose(0, 1)[None]
+    return q_out.transpose(0, 1), k_out.transpose(0, 1)
 
 
 @triton.jit

@@ -75,6 +75,7 @@ class ModelRunner:
     """Runs the module; keeps the cache."""
 
     runs_ahead = False  # the next step may be launched before this one's tokens are known on the host
+    decode_ahead = 0  # decode steps to launch before a prefill
     admit_share = 0  # see Scheduler.admit_at
 
     def __init__(self, model: Any, config: EngineConfig, max_model_len: int) -> None:

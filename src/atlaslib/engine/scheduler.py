@@ -9,6 +9,7 @@ is copied. When the cache is full, the youngest sample gives its blocks back and
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,15 +92,15 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next step, or None when there is nothing to do."""
-        if self.running and not self._decoded_last:
-            plan = self._decode()
+        kinds: list[Callable[[], Plan | None]] = [self._prefill, self.decode]
+        if not self._decoded_last:
+            kinds.reverse()
+        for make in kinds:
+            plan = make()
             if plan is not None:
+                self._decoded_last = make == self.decode
                 return plan
-        prefill = self._prefill()
-        if prefill is not None:
-            self._decoded_last = False
-            return prefill
-        return self._decode() if self.running else None
+        return None
 
     # prefill
 
@@ -212,9 +213,8 @@ class Scheduler:
 
     # decode
 
-    def _decode(self) -> DecodePlan | None:
+    def decode(self) -> DecodePlan | None:
         """One token of every running sample; preempts the youngest while blocks are missing."""
-        self._decoded_last = True
         self._give_blocks()
         slots = self._unfinished()
         return self.plan_of(slots) if len(slots) else None
