@@ -146,33 +146,32 @@ def _power_of_two(length: int) -> int:
     return 1 << (length - 1).bit_length()
 
 
-def _tensor(values: list[Any], dtype: Any) -> torch.Tensor:
+def _tensor(values: Any, dtype: Any) -> torch.Tensor:
     """Through numpy, which reads long lists of numbers several times faster than torch does."""
     return torch.from_numpy(np.array(values, dtype=dtype))
 
 
-def _token_streams(samples: Sequence[TrainingSample], rows: _Rows, width: int) -> dict[str, list[Any]]:
-    """Everything that is one value per trained token (``length``: per sample)."""
+def _token_streams(samples: Sequence[TrainingSample], rows: _Rows, width: int) -> dict[str, Any]:
+    """Everything that is one value per trained token (``length``: per sample), as arrays."""
     names = ("source", "target", "owner", "length", "temperature", "advantage", "sampler", "ref", "sft")
-    streams: dict[str, list[Any]] = {name: [] for name in names}
+    parts: dict[str, list[Any]] = {name: [] for name in names}
     for index, sample in enumerate(samples):
-        trained = [i for i in range(1, len(sample.token_ids)) if sample.loss_mask[i]]
+        trained = np.flatnonzero(np.array(sample.loss_mask[1:], dtype=np.bool_)) + 1
         base = rows.row_of[index] * width
-        columns = rows.columns[index]
-        streams["source"] += [base + columns[i - 1] for i in trained]
-        streams["target"] += [sample.token_ids[i] for i in trained]
-        streams["owner"] += [index] * len(trained)
-        streams["length"].append(float(len(trained)))
-        streams["temperature"] += [sample.temperature] * len(trained)
-        streams["advantage"] += [sample.advantages[i] for i in trained]
-        streams["sampler"] += _picked(sample.sampler_logprobs, trained)
-        streams["ref"] += _picked(sample.ref_logprobs, trained)
-        streams["sft"] += [sample.sft] * len(trained)
-    return streams
+        parts["source"].append(base + np.array(rows.columns[index], dtype=np.int64)[trained - 1])
+        parts["target"].append(np.array(sample.token_ids, dtype=np.int64)[trained])
+        parts["owner"].append(np.full(len(trained), index))
+        parts["length"].append(np.array([len(trained)]))
+        parts["temperature"].append(np.full(len(trained), sample.temperature))
+        parts["advantage"].append(np.array(sample.advantages, dtype=np.float32)[trained])
+        parts["sampler"].append(_picked(sample.sampler_logprobs, trained))
+        parts["ref"].append(_picked(sample.ref_logprobs, trained))
+        parts["sft"].append(np.full(len(trained), sample.sft))
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
-def _picked(values: list[float] | None, indices: list[int]) -> list[float]:
-    return [NAN] * len(indices) if values is None else [values[i] for i in indices]
+def _picked(values: list[float] | None, indices: Any) -> Any:
+    return np.full(len(indices), NAN) if values is None else np.array(values, dtype=np.float32)[indices]
 
 
 def _rows_tensor(rows: list[list[int]], width: int, pad: int, device: torch.device | str) -> torch.Tensor:

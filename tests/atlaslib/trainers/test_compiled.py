@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from atlaslib.data.packing import build_microbatch
+from atlaslib.trainers import update
 from atlaslib.trainers.compiled import CompiledModules
+from atlaslib.trainers.grpo_config import GRPOConfig
 from atlaslib.trainers.policy import PolicyForward
 from atlaslib.types import TrainingSample
 
@@ -110,3 +113,23 @@ def test_checkpointed_models_are_not_compiled(tiny_model: Any) -> None:
     got = run(tiny_model, "padded", CompiledModules(backend=backend))
     assert backend.graphs == 0
     torch.testing.assert_close(got[1], expected[1], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "processes", "expected"),
+    [
+        ({}, "cuda", 1, True),
+        ({}, "cpu", 1, False),
+        ({}, "cuda", 2, False),
+        ({"gradient_checkpointing": True}, "cuda", 1, False),
+        ({"deterministic": True}, "cuda", 1, False),
+        ({"compile_modules": False}, "cuda", 1, False),
+        ({"compile_modules": True}, "cpu", 1, True),
+    ],
+)
+def test_where_layers_are_compiled(
+    options: dict[str, bool], device: str, processes: int, expected: bool, tmp_path: Any
+) -> None:
+    config = GRPOConfig(output_dir=str(tmp_path), report_to="none", **options)
+    accelerator = SimpleNamespace(device=torch.device(device), num_processes=processes)
+    assert update._compiles(config, accelerator) is expected
