@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help quickstart test check format bench verifiers chaos learn gpu vllm clean
+.PHONY: help quickstart test check format bench verifiers chaos learn gpu vllm llamacpp deepspeed clean
 
 help:           ## show the targets
 	@grep -E '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/ \t/' | expand -t 14
@@ -81,7 +81,18 @@ vllm: $(STAMP) .cache/vllm-venv/installed  ## tests against a real vLLM server (
 	.cache/llamacpp-venv/bin/pip install -q xllamacpp==2026.10.11549
 
 llamacpp: $(STAMP) .cache/llamacpp-venv/bin/python  ## tests against a real llama.cpp server (seconds to install)
-	ATROPOS_LLAMACPP=$(CURDIR)/.cache/llamacpp-venv/bin/python $(BIN)/python -m pytest -m llamacpp -p no:xdist $(ARGS)
+	ATROPOS_LLAMACPP=$(CURDIR)/.cache/llamacpp-venv/bin/python $(BIN)/python -m pytest tests/e2e/test_llamacpp.py -p no:xdist $(ARGS)
+
+# DeepSpeed without its compiled operators, beside the packages of the main environment.
+.cache/deepspeed-venv/bin/deepspeed: $(STAMP)
+	$(BIN)/python -m venv .cache/deepspeed-venv
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$(.cache/deepspeed-venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth
+	.cache/deepspeed-venv/bin/pip install -q --no-deps hjson ninja py-cpuinfo msgpack einops wheel setuptools
+	DS_BUILD_OPS=0 .cache/deepspeed-venv/bin/pip install -q --no-deps --no-build-isolation deepspeed==0.19.8
+
+deepspeed: .cache/deepspeed-venv/bin/deepspeed  ## tests with a real DeepSpeed
+	ATROPOS_DEEPSPEED=$(CURDIR)/.cache/deepspeed-venv/bin/python $(BIN)/python -m pytest -m slow tests/invariants/test_deepspeed.py -p no:xdist $(ARGS)
 
 clean:          ## remove what the targets made
 	rm -rf $(VENV) .cache build dist
