@@ -3,7 +3,8 @@
 At a few rows per step a small model spends most of its time in module calls. This runs the same arithmetic directly on the
 module's own weight tensors, read anew every step, so there is nothing to refresh after an optimizer step. Only models
 whose every part is of a known class are taken (:func:`lean_decode_for`), and before each step :meth:`LeanDecode.usable` looks
-for hooks, replaced parts and autocast; whenever something is unusual the caller runs the module itself.
+for hooks, replaced parts and autocast; whenever something is unusual the caller runs the module itself. Where a C compiler
+is at hand the whole step is one compiled function (:mod:`atlaslib.engine.native_decode`), else torch calls one after the other.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn import functional
 from torch.nn.modules import module as torch_module
 
 from atlaslib.engine.attention import StepContext, attend_torch
+from atlaslib.engine.native_decode import native_decode_for
 
 logger = logging.getLogger(__name__)
 _FAMILIES = {f"{name}ForCausalLM": name.lower() for name in ("Llama", "Qwen2", "Qwen3", "Mistral")}
@@ -30,13 +32,14 @@ _ACTIVATIONS = ("SiLU", "SiLUActivation")
 class LeanDecode:
     """Logits of one token per row; see the module text."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, threads: int) -> None:
         self.model = model
         self.inner = model.model
         modules = list(model.modules())
         self._classes = [(module, type(module)) for module in modules]
         self._children = [(m._modules, list(m._modules.values())) for m in modules if m._modules]
         self._layers = [_Layer(layer) for layer in self.inner.layers]
+        self.native = native_decode_for(model, threads)
 
     def usable(self) -> bool:
         """Nothing was hooked, patched or replaced since, and no autocast is on."""
@@ -56,6 +59,8 @@ class LeanDecode:
         inner = self.inner
         x = functional.embedding(ids, inner.embed_tokens._parameters["weight"])  # [B, hidden]
         cos, sin = inner.rotary_emb(x, positions[None])  # [1, B, dim] each
+        if self.native is not None and self.native.ready(context.cache):
+            return self.native.forward(x, cos[0], sin[0], positions, context)
         half = sin.shape[-1] // 2
         cos = cos[0, :, None]  # [B, 1, dim]
         signed_sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)[:, None]
@@ -103,11 +108,11 @@ def _norm(x: Tensor, module: Any) -> Tensor:
     return torch.rms_norm(x, x.shape[-1:], module._parameters["weight"], module.variance_epsilon)
 
 
-def lean_decode_for(model: Any) -> LeanDecode | None:
+def lean_decode_for(model: Any, threads: int | None = None) -> LeanDecode | None:
     """The lean path of this model, or None when it is not exactly one of the families, on CPU and in float32."""
     reason = _unusual(model)
     if reason is None:
-        lean = LeanDecode(model)
+        lean = LeanDecode(model, threads or torch.get_num_threads())
         if lean.usable():
             return lean
         reason = "hooks, patched modules or autocast"

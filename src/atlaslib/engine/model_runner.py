@@ -26,7 +26,6 @@ from atlaslib.engine.sampling import RowParams, sample, token_logprobs
 from atlaslib.engine.scheduler import Chunk, DecodePlan, PrefillPlan
 from atlaslib.engine.sequence import SlotTable, Tokens
 from atlaslib.engine.support import text_config
-from atlaslib.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 _SMALL_MODEL = 8_000_000  # parameters below which one thread beats several
@@ -83,14 +82,14 @@ class ModelRunner:
         self.modules = list(model.modules())
         self.attention_configs = attention.configs_of(self.modules)
         parameter = next(model.parameters())
-        if config.exact and parameter.device.type != "cpu":
-            raise ConfigError(f"exact=True is implemented for CPU; the model is on {parameter.device}")
         self.device: torch.device = parameter.device
         if self.device.type == "cpu" and parameter.dtype != torch.float32:
             logger.warning("%s on CPU: matrix products are up to 100 times slower than in float32", parameter.dtype)
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.threads = self._choose_threads()
-        self.lean = lean_decode_for(model) if self.device.type == "cpu" and not config.exact else None
+        self.lean = (
+            lean_decode_for(model, config.num_threads) if self.device.type == "cpu" and not config.exact else None
+        )
         self.layers = self.record_shapes()
         reserve = memory.activation_bytes(text_config(model.config), config)
         self.num_blocks = memory.choose_num_blocks(self.layers, config, max_model_len, self.device, reserve)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from atlaslib.engine import native_sampling
+
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -119,6 +121,10 @@ def sample(logits: Tensor, params: RowParams) -> Sampled:
 
 
 def _sample_plain(logits: Tensor, params: RowParams) -> Sampled:
+    native = native_sampling.sample_rows(logits, params.temperatures, params.seeds, params.counters)
+    if native is not None:
+        tokens, logprobs, raw = native
+        return Sampled(tokens=tokens, logprobs=logprobs, temperature_logprobs=logprobs, raw_logprobs=raw)
     scaled = logits if params.unit_temperature else _scaled(logits, params.temperatures)
     peak, best = scaled.max(dim=-1, keepdim=True)
     weights = (scaled - peak).exp_()

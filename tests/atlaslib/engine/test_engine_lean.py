@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from atlaslib.engine import Engine, EngineConfig, SamplingParams
+from atlaslib.engine import Engine, EngineConfig, SamplingParams, native_decode, native_sampling
 from atlaslib.engine.lean_decode import LeanDecode
 from atlaslib.models.zoo import tiny_causal_lm
 
@@ -163,3 +163,82 @@ def test_the_start_up_check_drops_a_lean_path_that_differs(
     assert engine.runner.lean is None
     assert "decode steps of LlamaForCausalLM run its modules: the lean path differs by" in caplog.text
     assert_true(model, replies(engine))
+
+
+def test_torch_calls_do_the_work_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_causal_lm("qwen3")
+    compiled = Engine(model)
+    assert compiled.runner.lean is not None
+    assert compiled.runner.lean.native is not None
+    native_decode.library.cache_clear()
+    monkeypatch.setenv("ATROPOS_NATIVE", "0")
+    try:
+        plain = Engine(model)
+        assert plain.runner.lean is not None
+        assert plain.runner.lean.native is None
+        theirs = replies(plain)
+    finally:
+        native_decode.library.cache_clear()
+    monkeypatch.undo()
+    ours = replies(compiled)
+    assert [reply.token_ids for reply in ours] == [reply.token_ids for reply in theirs]
+    assert_true(model, ours)
+    assert_true(model, theirs)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 37])
+def test_rows_are_shared_among_threads(rows: int) -> None:
+    model = tiny_causal_lm("llama")
+    engines = [Engine(model, config=EngineConfig(num_threads=threads)) for threads in (1, 3)]
+    prompts = [[5 + row, 9, 7] for row in range(rows)]
+    one, three = (engine.generate(prompts, SamplingParams(max_tokens=6, seed=1)) for engine in engines)
+    assert [group[0].token_ids for group in one] == [group[0].token_ids for group in three]
+    assert [group[0].logprobs for group in one] == [group[0].logprobs for group in three]
+
+
+def test_a_weight_of_another_form_is_not_given_to_the_compiled_step() -> None:
+    model = tiny_causal_lm("llama")
+    engine = Engine(model)
+    replies(engine)
+    lean = engine.runner.lean
+    assert lean is not None
+    assert lean.native is not None
+    assert lean.native.ready(engine.runner.cache)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data.t().contiguous().t()
+    assert not lean.native.ready(engine.runner.cache)
+    assert_true(model, replies(engine))
+
+
+def test_compiled_sampling_follows_the_distribution() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(1, 300).repeat(20_000, 1) * 2
+    temperatures = torch.full((20_000,), 0.7)
+    result = native_sampling.sample_rows(logits, temperatures, torch.arange(20_000) * 7919, torch.zeros(20_000).long())
+    assert result is not None
+    tokens, logprobs, raw = result
+    wanted = torch.log_softmax(logits[0].double() / 0.7, -1)
+    torch.testing.assert_close(logprobs.double(), wanted[tokens], atol=1e-5, rtol=0)
+    torch.testing.assert_close(raw.double(), torch.log_softmax(logits[0].double(), -1)[tokens], atol=1e-5, rtol=0)
+    share = torch.bincount(tokens, minlength=300) / 20_000
+    spread = (wanted.exp() * (1 - wanted.exp()) / 20_000).sqrt()
+    assert ((share - wanted.exp()).abs() < 5 * spread + 1e-4).all()
+
+
+def test_compiled_sampling_at_the_edges() -> None:
+    logits = torch.full((3, 600), -torch.inf)
+    logits[0, 511], logits[1, 3], logits[1, 9], logits[2, 599] = 1.0, 2.0, 5.0, -3.0
+    zeros = torch.zeros(3).long()
+    result = native_sampling.sample_rows(logits, torch.tensor([1.0, 0.0, 0.3]), zeros + 5, zeros)
+    assert result is not None
+    assert result[0].tolist() == [511, 9, 599]
+    torch.testing.assert_close(result[1], torch.tensor([0.0, -0.0485874, 0.0]), atol=1e-5, rtol=0)
+    assert native_sampling.sample_rows(logits.double(), torch.ones(3), zeros, zeros) is None
+
+
+def test_a_masked_token_is_never_drawn() -> None:
+    logits = torch.zeros(4000, 8)
+    logits[:, [2, 5, 7]] = -torch.inf
+    result = native_sampling.sample_rows(logits, torch.ones(4000), torch.arange(4000), torch.zeros(4000).long())
+    assert result is not None
+    assert set(result[0].tolist()) == {0, 1, 3, 4, 6}
