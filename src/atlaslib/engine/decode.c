@@ -20,20 +20,24 @@ typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias))
 typedef int32_t bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 
-typedef struct { /* the order is that of _layer_parameters in native_decode.py; a bias or head norm may be missing */
+typedef struct { /* the order is that of _layer_tensors in native_decode.py; a bias or head norm may be missing */
     const float *norm, *q, *q_bias, *k, *k_bias, *v, *v_bias, *o, *o_bias, *q_norm, *k_norm;
     const float *mlp_norm, *gate, *gate_bias, *up, *up_bias, *down, *down_bias;
     float *keys, *values; /* [blocks, block_size, kv_heads, dim] */
 } Layer;
 
 typedef struct {
+    const float *embedding, *frequencies, *norm, *head;
+} Ends;
+
+typedef struct {
     int64_t layers, hidden, heads, kv_heads, dim, inner, vocab, block_size, table_width;
+    double eps, scale, rotary_scaling;
 } Shape;
 
 INLINE float total(vec x) {
-    float sum = 0.0f;
-    for (int i = 0; i < LANES; i++) sum += x[i];
-    return sum;
+    float low = (x[0] + x[1]) + (x[2] + x[3]);
+    return LANES == 4 ? low : low + ((x[LANES - 4] + x[LANES - 3]) + (x[LANES - 2] + x[LANES - 1]));
 }
 
 INLINE float dot(const float *a, const float *b, int64_t n) {
@@ -133,14 +137,21 @@ static void rms_norm(const float *x, const float *weight, float *y, int64_t rows
     }
 }
 
+/* cos and sin [dim / 2] of the angles at a position. */
+static void angles(const float *frequencies, float scaling, int64_t position, int64_t half, float *cosines, float *sines) {
+    for (int64_t i = 0; i < half; i++) {
+        cosines[i] = cosf((float)position * frequencies[i]) * scaling;
+        sines[i] = sinf((float)position * frequencies[i]) * scaling;
+    }
+}
+
 /* Turn the pairs (i, i + dim / 2) of every head of one row. */
-static void rotate(float *x, const float *cos, const float *sin, int64_t heads, int64_t dim) {
-    int64_t half = dim / 2;
-    for (int64_t h = 0; h < heads; h++, x += dim)
+static void rotate(float *x, const float *cosines, const float *sines, int64_t heads, int64_t half) {
+    for (int64_t h = 0; h < heads; h++, x += 2 * half)
         for (int64_t i = 0; i < half; i++) {
             float a = x[i], b = x[i + half];
-            x[i] = a * cos[i] - b * sin[i];
-            x[i + half] = b * cos[i + half] + a * sin[i + half];
+            x[i] = a * cosines[i] - b * sines[i];
+            x[i + half] = b * cosines[i] + a * sines[i];
         }
 }
 
@@ -152,12 +163,12 @@ INLINE float *cached(float *cache, const Shape *s, const int32_t *table, int64_t
 
 /* The queries of one row, [heads, dim], over its first `length` positions: the cache is read from front to back, all heads of a
    position together. `scores` has room for heads * length. */
-static void attend(const float *query, const Layer *layer, const Shape *s, const int32_t *table, int64_t length, float scale,
-                   float *scores, float *out) {
+static void attend(const float *query, const Layer *layer, const Shape *s, const int32_t *table, int64_t length, float *scores,
+                   float *out) {
     int64_t heads = s->heads, dim = s->dim, group = heads / s->kv_heads;
     for (int64_t t = 0; t < length; t++) {
         const float *keys = cached(layer->keys, s, table, t);
-        for (int64_t h = 0; h < heads; h++) scores[h * length + t] = dot(query + h * dim, keys + h / group * dim, dim) * scale;
+        for (int64_t h = 0; h < heads; h++) scores[h * length + t] = dot(query + h * dim, keys + h / group * dim, dim) * s->scale;
     }
     for (int64_t h = 0; h < heads; h++) softmax(scores + h * length, length);
     for (int64_t i = 0; i < heads * dim; i++) out[i] = 0.0f;
@@ -167,37 +178,42 @@ static void attend(const float *query, const Layer *layer, const Shape *s, const
     }
 }
 
-static void attention(const Layer *layer, const Shape *s, int64_t rows, float *q, float *k, float *v, const float *cos,
-                      const float *sin, const int32_t *tables, const int64_t *positions, float eps, float scale,
-                      float *scores, float *out) {
-    int64_t dim = s->dim, width = s->heads * dim, kv_width = s->kv_heads * dim;
-    if (layer->q_norm) rms_norm(q, layer->q_norm, q, rows * s->heads, dim, eps);
-    if (layer->k_norm) rms_norm(k, layer->k_norm, k, rows * s->kv_heads, dim, eps);
+static void attention(const Layer *layer, const Shape *s, int64_t rows, float *q, float *k, float *v, const float *turns,
+                      const int32_t *tables, const int64_t *positions, float *scores, float *out) {
+    int64_t dim = s->dim, half = dim / 2, width = s->heads * dim, kv_width = s->kv_heads * dim;
+    if (layer->q_norm) rms_norm(q, layer->q_norm, q, rows * s->heads, dim, s->eps);
+    if (layer->k_norm) rms_norm(k, layer->k_norm, k, rows * s->kv_heads, dim, s->eps);
     for (int64_t r = 0; r < rows; r++) {
         const int32_t *table = tables + r * s->table_width;
-        rotate(q + r * width, cos + r * dim, sin + r * dim, s->heads, dim);
-        rotate(k + r * kv_width, cos + r * dim, sin + r * dim, s->kv_heads, dim);
+        const float *cosines = turns + r * dim, *sines = cosines + half;
+        rotate(q + r * width, cosines, sines, s->heads, half);
+        rotate(k + r * kv_width, cosines, sines, s->kv_heads, half);
         memcpy(cached(layer->keys, s, table, positions[r]), k + r * kv_width, kv_width * sizeof(float));
         memcpy(cached(layer->values, s, table, positions[r]), v + r * kv_width, kv_width * sizeof(float));
-        attend(q + r * width, layer, s, table, positions[r] + 1, scale, scores, out + r * width);
+        attend(q + r * width, layer, s, table, positions[r] + 1, scores, out + r * width);
     }
 }
 
-/* x [rows, hidden], the embeddings, is used up. cos and sin are [rows, dim]. Scratch: rows * (hidden + 2 * widest of a layer's
-   wide products) + heads * the longest context. logits [rows, vocab]. */
-void atropos_decode(const Shape *s, const Layer *layers, const float *norm, const float *head, int64_t rows, float *x,
-                    const float *cos, const float *sin, const int32_t *tables, const int64_t *positions, float eps, float scale,
-                    float *scratch, float *logits) {
+/* The logits [rows, vocab] after one token per row: token ids and positions [rows], blocks of each row [rows, table_width].
+   Scratch: rows * (2 hidden + dim + 2 * the widest of a layer's products) + heads * the longest context. */
+void atropos_decode(const Shape *s, const Layer *layers, const Ends *ends, int64_t rows, const int64_t *ids,
+                    const int64_t *positions, const int32_t *tables, float *scratch, float *logits) {
     int64_t hidden = s->hidden, width = s->heads * s->dim, kv_width = s->kv_heads * s->dim, inner = s->inner;
     int64_t wide = width + 2 * kv_width > inner ? width + 2 * kv_width : inner;
-    float *h = scratch, *a = h + rows * hidden, *b = a + rows * wide, *scores = b + rows * wide;
+    float eps = s->eps, *x = scratch, *h = x + rows * hidden, *turns = h + rows * hidden, *a = turns + rows * s->dim;
+    float *b = a + rows * wide, *scores = b + rows * wide;
+    for (int64_t r = 0; r < rows; r++) {
+        float *cosines = turns + r * s->dim;
+        memcpy(x + r * hidden, ends->embedding + ids[r] * hidden, hidden * sizeof(float));
+        angles(ends->frequencies, s->rotary_scaling, positions[r], s->dim / 2, cosines, cosines + s->dim / 2);
+    }
     for (const Layer *layer = layers; layer < layers + s->layers; layer++) {
         float *q = a, *k = q + rows * width, *v = k + rows * kv_width;
         rms_norm(x, layer->norm, h, rows, hidden, eps);
         linear(h, layer->q, layer->q_bias, q, rows, hidden, width);
         linear(h, layer->k, layer->k_bias, k, rows, hidden, kv_width);
         linear(h, layer->v, layer->v_bias, v, rows, hidden, kv_width);
-        attention(layer, s, rows, q, k, v, cos, sin, tables, positions, eps, scale, scores, b);
+        attention(layer, s, rows, q, k, v, turns, tables, positions, scores, b);
         linear(b, layer->o, layer->o_bias, h, rows, width, hidden);
         add_scaled(x, h, 1.0f, rows * hidden);
         rms_norm(x, layer->mlp_norm, h, rows, hidden, eps);
@@ -207,8 +223,8 @@ void atropos_decode(const Shape *s, const Layer *layers, const float *norm, cons
         linear(a, layer->down, layer->down_bias, h, rows, inner, hidden);
         add_scaled(x, h, 1.0f, rows * hidden);
     }
-    rms_norm(x, norm, h, rows, hidden, eps);
-    linear(h, head, 0, logits, rows, hidden, s->vocab);
+    rms_norm(x, ends->norm, h, rows, hidden, eps);
+    linear(h, ends->head, 0, logits, rows, hidden, s->vocab);
 }
 
 /* A number in [0, 1) from (seed, counter): the same splitmix64 as `uniforms` in sampling.py. */

@@ -56,11 +56,11 @@ class LeanDecode:
 
     def forward(self, ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
         """[B] token ids at [B] positions -> logits [B, V]; the keys and values of the step go into the cache."""
+        if self.native is not None and self.native.ready(context.cache):
+            return self.native.forward(ids, positions, context)
         inner = self.inner
         x = functional.embedding(ids, inner.embed_tokens._parameters["weight"])  # [B, hidden]
         cos, sin = inner.rotary_emb(x, positions[None])  # [1, B, dim] each
-        if self.native is not None and self.native.ready(context.cache):
-            return self.native.forward(x, cos[0], sin[0], positions, context)
         half = sin.shape[-1] // 2
         cos = cos[0, :, None]  # [B, 1, dim]
         signed_sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)[:, None]

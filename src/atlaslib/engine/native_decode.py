@@ -23,54 +23,58 @@ from atroposlib import native
 _SOURCE = Path(__file__).with_name("decode.c")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _FORM = (torch.float32, "cpu")
+_NUM_ENDS = 4  # tensors that belong to no layer
+_CHANGING_ROTARY = ("dynamic", "longrope")  # frequencies depend on the length of the context
 _MIN_ROWS = 8  # below twice as many, handing rows to another thread costs more than it saves
+
+
+class _Shape(ctypes.Structure):
+    """`Shape` of decode.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "dim", "inner", "vocab")),
+        *((name, ctypes.c_int64) for name in ("block_size", "table_width")),
+        *((name, ctypes.c_double) for name in ("eps", "scale", "rotary_scaling")),
+    ]
 
 
 class NativeDecode:
     """One token per row; see the module text."""
 
     def __init__(self, model: Any, functions: ctypes.CDLL, threads: int) -> None:
-        self.model, self.inner, self.threads = model, model.model, threads
-        first = self.inner.layers[0]
-        attention, mlp = first.self_attn, first.mlp
-        self.hidden, self.inner_size = mlp.gate_proj.in_features, mlp.gate_proj.out_features
-        self.dim, self.vocab = attention.head_dim, model.lm_head.out_features
-        self.heads = attention.q_proj.out_features // self.dim
-        self.kv_heads = attention.k_proj.out_features // self.dim
-        self.scale, self.eps = float(attention.scaling), float(first.input_layernorm.variance_epsilon)
-        self._parameters = [entry for layer in self.inner.layers for entry in _layer_parameters(layer)]
-        self._parameters += [(self.inner.norm._parameters, "weight"), (model.lm_head._parameters, "weight")]
-        self._shapes = [None if (t := owner[name]) is None else t.shape for owner, name in self._parameters]
-        self._addresses: list[int] = []  # of `_parameters` and the cache, when last looked up
-        self._layers: np.ndarray[Any, Any] = np.zeros((0, 0), dtype=np.int64)  # the C side's table of layers
-        self._ends: list[int] = []  # addresses of the last norm and the head
+        inner, self.threads = model.model, threads
+        self.shape = _shape_of(model)
+        self._tensors = [entry for layer in inner.layers for entry in _layer_tensors(layer)]  # (where, name) each
+        self._tensors += [(inner.embed_tokens._parameters, "weight"), (inner.rotary_emb._buffers, "inv_freq")]
+        self._tensors += [(inner.norm._parameters, "weight"), (model.lm_head._parameters, "weight")]
+        self._sizes = [None if (t := where[name]) is None else t.shape for where, name in self._tensors]
+        self._addresses: list[int] = []  # of `_tensors` and the cache, when last looked up
+        self._layers = self._ends = np.zeros(0, dtype=np.int64)  # `Layer` of every layer, and `Ends`, of decode.c
         self._step = functions.atropos_decode
         self._pool = ThreadPoolExecutor(max_workers=max(1, threads - 1), thread_name_prefix="decode")  # starts none yet
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, context: StepContext) -> Tensor:
-        """Embeddings [B, hidden], rotary tables [B, dim] -> logits [B, V], after :meth:`ready`; x is used up."""
-        assert context.tables is not None
-        rows, cache = x.shape[0], context.cache
-        tables = context.tables.to(torch.int32).contiguous()
-        layers, (norm, head) = self._layers, self._ends
-        shape = np.array(
-            [
-                *(len(self.inner.layers), self.hidden, self.heads, self.kv_heads, self.dim),
-                *(self.inner_size, self.vocab, cache.block_size, tables.shape[1]),
-            ]
-        )
-        logits, kept = torch.empty(rows, self.vocab), [tables]  # alive until C is done
-        cos, sin, longest = cos.contiguous(), sin.contiguous(), tables.shape[1] * cache.block_size
-        wide = max((self.heads + 2 * self.kv_heads) * self.dim, self.inner_size)
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers have the form of the first."""
+        count = (len(self._sizes) - _NUM_ENDS) // self.shape.layers
+        return len({tuple(self._sizes[layer * count :][:count]) for layer in range(self.shape.layers)}) == 1
 
-        calls = []
-        for start, end in self._shares(rows):
-            scratch = torch.empty((end - start) * (self.hidden + 2 * wide) + self.heads * longest)
-            places = [t.data_ptr() + start * t.stride(0) * t.element_size() for t in (x, cos, sin, tables, positions)]
-            out = logits.data_ptr() + start * self.vocab * logits.element_size()
-            numbers = (self.eps, self.scale, scratch.data_ptr(), out)
-            calls.append((shape.ctypes.data, layers.ctypes.data, norm, head, end - start, *places, *numbers))
-            kept.append(scratch)
+    def forward(self, ids: Tensor, positions: Tensor, context: StepContext) -> Tensor:
+        """[B] token ids at [B] positions -> logits [B, V], after :meth:`ready`; all of them int64."""
+        assert context.tables is not None
+        shape, tables = self.shape, context.tables.to(torch.int32).contiguous()
+        shape.block_size, shape.table_width = context.cache.block_size, tables.shape[1]
+        logits = torch.empty(ids.shape[0], shape.vocab)
+        wide = max((shape.heads + 2 * shape.kv_heads) * shape.dim, shape.inner)
+        a_row, a_thread = 2 * shape.hidden + shape.dim + 2 * wide, shape.heads * shape.table_width * shape.block_size
+        common = (ctypes.addressof(shape), self._layers.ctypes.data, self._ends.ctypes.data)
+        calls, kept = [], []
+        for start, end in self._shares(ids.shape[0]):
+            scratch = torch.empty((end - start) * a_row + a_thread)
+            places = [t.data_ptr() + start * t.stride(0) * t.element_size() for t in (ids, positions, tables)]
+            out = logits.data_ptr() + start * shape.vocab * logits.element_size()
+            calls.append((*common, end - start, *places, scratch.data_ptr(), out))
+            kept.append(scratch)  # until C is done with it
         others = [self._pool.submit(self._step, *call) for call in calls[1:]]
         self._step(*calls[0])
         for other in others:
@@ -84,17 +88,34 @@ class NativeDecode:
 
     def ready(self, cache: KVCache) -> bool:
         """Look up where the weights are now. False when one is no longer a whole float32 tensor of its old shape on the CPU."""
-        tensors = [owner[name] for owner, name in self._parameters]
+        tensors = [where[name] for where, name in self._tensors]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*tensors, *cache.keys, *cache.values)]
         if addresses == self._addresses:
             return True
-        if not all(_as_described(*pair) for pair in zip(tensors, self._shapes, strict=True)):
+        if not all(_as_described(*pair) for pair in zip(tensors, self._sizes, strict=True)):
             return False
-        self._addresses, count = addresses, len(cache.keys)
-        weights, self._ends = addresses[: -2 * count - 2], addresses[-2 * count - 2 : -2 * count]
-        parts = [np.array(weights).reshape(count, -1), np.array(addresses[-2 * count :]).reshape(2, count).T]
-        self._layers = np.ascontiguousarray(np.concatenate(parts, axis=1))
+        self._addresses, places = addresses, np.array(addresses)
+        weights, caches = places[: len(tensors) - _NUM_ENDS], places[len(tensors) :].reshape(2, -1)
+        self._layers = np.ascontiguousarray(np.concatenate([weights.reshape(len(cache.keys), -1), caches.T], axis=1))
+        self._ends = places[len(tensors) - _NUM_ENDS : len(tensors)].copy()
         return True
+
+
+def _shape_of(model: Any) -> _Shape:
+    inner, first = model.model, model.model.layers[0]
+    attention, mlp = first.self_attn, first.mlp
+    return _Shape(
+        layers=len(inner.layers),
+        hidden=mlp.gate_proj.in_features,
+        heads=attention.q_proj.out_features // attention.head_dim,
+        kv_heads=attention.k_proj.out_features // attention.head_dim,
+        dim=attention.head_dim,
+        inner=mlp.gate_proj.out_features,
+        vocab=model.lm_head.out_features,
+        eps=first.input_layernorm.variance_epsilon,
+        scale=attention.scaling,
+        rotary_scaling=inner.rotary_emb.attention_scaling,
+    )
 
 
 @functools.cache
@@ -102,9 +123,9 @@ def library() -> ctypes.CDLL | None:
     """The compiled functions; None where they cannot be had."""
     found = native.load(_SOURCE, *_vector_flags())
     if found is not None:
-        pointer, whole, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+        pointer, whole = ctypes.c_void_p, ctypes.c_int64
         found.atropos_decode.restype = found.atropos_sample.restype = None
-        found.atropos_decode.argtypes = [*[pointer] * 4, whole, *[pointer] * 5, real, real, pointer, pointer]
+        found.atropos_decode.argtypes = [*[pointer] * 3, whole, *[pointer] * 5]
         found.atropos_sample.argtypes = [whole, whole, *[pointer] * 9]
     return found
 
@@ -120,12 +141,11 @@ def native_decode_for(model: Any, threads: int) -> NativeDecode | None:
     found = library()
     if found is None:
         return None
+    if model.model.rotary_emb.rope_type in _CHANGING_ROTARY:
+        return None
     decode = NativeDecode(model, found, threads)
-    per_layer = (len(decode._shapes) - 2) // len(model.model.layers)
-    forms = {tuple(decode._shapes[i : i + per_layer]) for i in range(0, len(decode._shapes) - 2, per_layer)}
     norms = [module for module in model.modules() if hasattr(module, "variance_epsilon")]
-    same = len(forms) == 1 and {float(norm.variance_epsilon) for norm in norms} == {decode.eps}
-    return decode if same else None
+    return decode if decode.uniform and {norm.variance_epsilon for norm in norms} == {decode.shape.eps} else None
 
 
 def _vector_flags() -> tuple[str, ...]:
@@ -139,7 +159,7 @@ def _vector_flags() -> tuple[str, ...]:
     return ("-mavx2", "-mfma") if {"avx2", "fma"} <= words else ()
 
 
-def _layer_parameters(layer: Any) -> list[tuple[dict[str, Any], str]]:
+def _layer_tensors(layer: Any) -> list[tuple[dict[str, Any], str]]:
     """(where, name) of every weight of a layer, in the order of `Layer` in decode.c without the cache."""
     attention, mlp = layer.self_attn, layer.mlp
 
