@@ -37,6 +37,7 @@ def main(argv: list[str]) -> int:
             f"{plan.run_dir} has finished at step {done}: atropos view {plan.run_dir} shows it; --fresh starts anew, --steps {2 * done} goes on"
         )
         return 0
+    print(INTRODUCTIONS.get("teacher" if options.teacher else "" if options.env else options.model, ""), end="")
     return run_plan(
         plan,
         title=f"atropos quickstart ({'teacher' if options.teacher else options.model})",
@@ -125,6 +126,20 @@ def teacher_content(options: argparse.Namespace) -> dict[str, Any]:
     return content
 
 
+INTRODUCTIONS = {
+    "tiny": (
+        "A Llama of 0.4M parameters learns to write a letter a number of times and to stop: D3 -> DDD. "
+        "held-out: combinations it is never trained on.\n"
+    ),
+    "smollm2": (
+        "SmolLM2-135M learns to give sums within ten tokens: What is 3+7? -> 3 + 7 = 10. held-out: sums it is never trained on, answered "
+        "greedily. A step takes about ten seconds on two cores; the very first start also converts the weights.\n"
+    ),
+    "teacher": (
+        "A teacher learns to say what helps a frozen student. Both tiny models are made first, about 20 seconds. "
+        "Reward: 0 when the student stays wrong, 2 when a short hint makes a wrong answer right.\n"
+    ),
+}
 TINY_TRAINER: dict[str, Any] = {
     "max_steps": 80,
     "learning_rate": 1e-3,

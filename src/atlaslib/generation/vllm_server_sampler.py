@@ -261,8 +261,8 @@ class VLLMServerSampler:
         if gap > self._tolerance:
             raise SamplerError(
                 f"vLLM server {client.url} does not carry the weights of version {version}: its log-probs differ from the trainer's by "
-                f"{gap:.3g} on average (allowed {self._tolerance:g}). Some vLLM builds keep the old LM head of models with tied embeddings "
-                "on a reload: start the server from an untied export (atlaslib.generation.weight_export.export_weights)"
+                f"{gap:.3g} on average (allowed {self._tolerance:g}). Does it see the folder the trainer wrote (vllm_weights_dir)? Some vLLM "
+                "builds keep the old LM head of models with tied embeddings when a checkpoint has no lm_head.weight; export_weights writes one"
             )
         logger.info("vLLM server %s carries version %d (mean log-prob difference %.2g)", client.url, version, gap)
 

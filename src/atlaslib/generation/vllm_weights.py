@@ -41,9 +41,12 @@ class WeightFolder:
         """The folder with the present weights."""
         trainer = self._trainer
         target = self._folder / f"v{version}"
-        if trainer.is_world_process_zero():
+        writes = trainer.is_world_process_zero()
+        if writes:
             self._folder.mkdir(parents=True, exist_ok=True)
-            export_weights(trainer.accelerator.unwrap_model(trainer.model), target, tokenizer=trainer.processing_class)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        export_weights(model, target, tokenizer=trainer.processing_class, writes=writes)
+        if writes:
             for old in self._folder.glob("v*"):
                 if old != target:
                     shutil.rmtree(old, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -11,32 +12,34 @@ from typing import Any
 
 import torch
 
+from atlaslib.generation.replica import gathered
 
-def export_weights(model: Any, folder: Path, *, untie: bool = True, tokenizer: Any = None) -> Path:
+
+def export_weights(model: Any, folder: Path, *, untie: bool = True, tokenizer: Any = None, writes: bool = True) -> Path:
     """Write ``model.safetensors`` and ``config.json``; an adapter is merged, a tied head is written out as its own tensor.
 
-    Servers that reload weights at run time may keep the old head of a model with tied embeddings; an untied export avoids that,
-    when the server was also started from one.
+    Servers that reload weights at run time may keep the old head of a model with tied embeddings; an untied export avoids that.
+    Putting a sharded model together takes all processes: each calls this, one ``writes``.
     """
     from safetensors.torch import save_file
 
+    tied = bool(base_model(model).config.tie_word_embeddings)
+    weights = full_state(model)
+    if tied and untie:
+        head = base_model(model).get_output_embeddings()
+        weights = itertools.chain(weights, [("lm_head.weight", _whole(head.weight))])
+    state: dict[str, torch.Tensor] = {}
+    for name, value in weights:
+        if writes and not (tied and not untie and name == "lm_head.weight"):
+            state[name] = value.detach().to("cpu").contiguous().clone()
+    if not writes:
+        return folder
+    config = base_model(model).config.to_dict()
+    config["tie_word_embeddings"] = tied and not untie
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    state = dict(full_state(model))
-    config = base_model(model).config.to_dict()
-    tied = bool(config.get("tie_word_embeddings"))
-    head = base_model(model).get_output_embeddings()
-    if tied and untie and "lm_head.weight" not in state:
-        state["lm_head.weight"] = _whole(head.weight)
-    if tied and not untie:
-        state.pop("lm_head.weight", None)
-    config["tie_word_embeddings"] = tied and not untie
-    save_file(
-        {name: value.detach().to("cpu").contiguous().clone() for name, value in state.items()},
-        partial / "model.safetensors",
-        {"format": "pt"},
-    )
+    save_file(state, partial / "model.safetensors", {"format": "pt"})
     (partial / "config.json").write_text(json.dumps(config, default=str))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(partial))
@@ -85,4 +88,7 @@ def full_state(model: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
     """A sharded tensor put together; others as they are."""
+    if hasattr(value, "ds_id"):
+        with gathered(value):
+            return value.detach().clone()
     return value.full_tensor() if hasattr(value, "full_tensor") else value.detach()  # type: ignore[no-any-return, attr-defined]

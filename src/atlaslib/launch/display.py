@@ -19,6 +19,8 @@ from atlaslib.errors import AtroposError
 
 SAY_EVERY_S = 30.0
 """Without a terminal: a line at least this often, so that a run that waits shows for what."""
+TEACHING = frozenset({"student taught", "untaught"})
+"""Shown for runs that have them: share of right answers with and without teaching."""
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -160,6 +162,8 @@ class RunDisplay:
         return [
             ("reward", state.reward(), ".3f"),
             ("held-out", state.find("held_out_exact"), ".2f"),
+            ("student taught", state.latest.get("trainer student_accuracy"), ".2f"),
+            ("untaught", state.latest.get("trainer baseline_accuracy"), ".2f"),
             ("tokens/s", _sampled(state), ".0f"),
             ("staleness", state.latest.get("trainer rollout/staleness_mean"), ".1f"),
             ("queue", state.latest.get("server queue/groups"), ".0f"),
@@ -171,6 +175,8 @@ class RunDisplay:
         table = Table.grid(padding=(0, 3))
         labels, values = [], []
         for label, value, form in [("step", float(self.state.step), ".0f"), *self._numbers()]:
+            if value is None and label in TEACHING:
+                continue
             labels.append(Text(label, style="dim"))
             values.append(Text("–" if value is None else f"{value:{form}}", style="bold"))
         table.add_row(*labels)

@@ -18,6 +18,8 @@ STYLE = (
 CHARTS = (
     ("Reward of the batches trained on", "trainer", "reward"),
     ("Held-out prompts answered exactly", "env:", "eval/held_out_exact"),
+    ("Student right with teaching", "trainer", "student_accuracy"),
+    ("Student right without teaching", "trainer", "baseline_accuracy"),
     ("Tokens per second, update", "trainer", "train/tokens_per_s"),
     ("Entropy", "trainer", "policy/entropy"),
     ("Staleness (policy versions)", "trainer", "rollout/staleness_mean"),
@@ -58,6 +60,7 @@ def report_page(history: Any, run_dir: Path) -> str:
     parts += [
         rollouts_section("First rollouts", history, newest=False),
         rollouts_section("Last rollouts", history, newest=True),
+        teaching_section(run_dir),
     ]
     parts.append(settings_section(run_dir))
     parts.append(
@@ -92,9 +95,21 @@ def summary(series: dict[tuple[str, str], list[tuple[int, float]]], overview: di
         return "No step has been trained yet."
     first, last = _ends(rewards)
     counts = overview["counts"]
+    # A trainer that makes its own rollouts sends no groups.
+    groups = f" on {counts['samples']} samples ({counts['tokens']} tokens) in {counts['groups']} groups"
+    text = f"{rewards[-1][0]} steps{groups if counts['groups'] else ''}; reward {first:.3f} at the start, {last:.3f} at the end."
+    return f"{text} {teaching_summary(series)}".rstrip()
+
+
+def teaching_summary(series: dict[tuple[str, str], list[tuple[int, float]]]) -> str:
+    """What became of the student of a teaching run; empty for others."""
+    taught, alone = series.get(("trainer", "student_accuracy")), series.get(("trainer", "baseline_accuracy"))
+    if not taught or not alone:
+        return ""
+    (first, last), (_, untaught) = _ends(taught), _ends(alone)
     return (
-        f"{rewards[-1][0]} steps on {counts['samples']} samples ({counts['tokens']} tokens) in {counts['groups']} groups; "
-        f"reward {first:.3f} at the start, {last:.3f} at the end."
+        f"With teaching the student is right in {first:.0%} of the cases at the start and in {last:.0%} at the end; "
+        f"without, in {untaught:.0%}."
     )
 
 
@@ -146,6 +161,27 @@ def rollouts_section(title: str, history: Any, *, newest: bool, count: int = 5) 
             where = "not trained" if group["step"] is None else f"step {group['step']}"
             shown.append(f"<pre>{html.escape(text)}\n\nscore {group['samples'][0]['score']:g}, {where}</pre>")
     return f"<h2>{title}</h2>{''.join(shown)}" if shown else ""
+
+
+def teaching_section(run_dir: Path, count: int = 3) -> str:
+    """The first and the last dialogues a teacher's run wrote down."""
+    lines: list[dict[str, Any]] = []
+    for path in sorted((run_dir / "checkpoints" / "teacher_chats").glob("*.jsonl")):
+        lines += [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    lines.sort(key=lambda line: line["step"])
+    parts = []
+    for title, some in (("First dialogues", lines[:count]), ("Last dialogues", lines[count:][-count:])):
+        shown = "".join(f"<pre>{html.escape(dialogue_text(line))}</pre>" for line in some)
+        parts.append(f"<h2>{title}</h2>{shown}" if shown else "")
+    return "".join(parts)
+
+
+def dialogue_text(line: dict[str, Any]) -> str:
+    """One teaching dialogue, for people."""
+    return (
+        f"question: {line['prompt']}\nright answer: {line['ground_truth']}\nstudent alone: {line['baseline_full_response']}\n"
+        f"teacher: {line['teaching_content']}\nstudent taught: {line['student_full_response']}\n\nreward {line['reward']:.3g}, step {line['step'] + 1}"
+    )
 
 
 def settings_section(run_dir: Path) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,9 +40,31 @@ def load_causal_lm(name: str, config: GRPOConfig, init_kwargs: dict[str, Any] | 
             )
         dtype = resolved
     try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype if dtype is not None else torch.float32, **kwargs)
+        with whole_weights(config):
+            return AutoModelForCausalLM.from_pretrained(
+                name, dtype=dtype if dtype is not None else torch.float32, **kwargs
+            )
     except OSError as error:
         raise ConfigError(f"model {name!r} cannot be loaded: {error}") from error
+
+
+@contextlib.contextmanager
+def whole_weights(config: GRPOConfig) -> Iterator[None]:
+    """Under DeepSpeed ZeRO-3 transformers cuts weights up while it reads them; here they are read whole.
+
+    Sampler, reference and students want whole weights; the policy is cut up when training begins.
+    """
+    active = getattr(config, "hf_deepspeed_config", None)
+    if active is None:
+        yield
+        return
+    from transformers.integrations import deepspeed
+
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed.set_hf_deepspeed_config(active)
 
 
 def load_tokenizer(processing_class: Any, model: Any, config: GRPOConfig) -> Any:

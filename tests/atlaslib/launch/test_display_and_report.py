@@ -121,3 +121,36 @@ def test_clear_run_refuses_what_is_not_a_run(tmp_path: Path) -> None:
     clear_run(folder)
     assert not folder.exists()
     assert finished_step(folder) is None
+
+
+def test_a_teaching_run_shows_what_became_of_the_student(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    log = RunLog(folder / "server" / "run_log.sqlite", flush_s=0.01)
+    log.set_meta(name="teacher")
+    chats = folder / "checkpoints" / "teacher_chats"
+    chats.mkdir(parents=True)
+    for step in range(1, 21):
+        values = {"reward": step / 10, "student_accuracy": step / 20, "baseline_accuracy": 0.1}
+        log.reported("trainer", step, 100.0 + step, values)
+        line = {
+            "step": step - 1, "prompt": "a", "ground_truth": "a", "baseline_full_response": "z", "teaching_content": f"hint {step} {HOSTILE}",
+            "student_full_response": "a", "reward": 1.99,
+        }  # fmt: skip
+        (chats / f"step_{step - 1:06d}.jsonl").write_text(json.dumps(line) + "\n")
+    log.close()
+    report = write_report(folder)
+    assert report is not None
+    text = report.read_text()
+    assert "20 steps; reward 0.100 at the start, 2.000 at the end." in text
+    assert "right in 5% of the cases at the start and in 100% at the end; without, in 10%." in text
+    assert "Student right with teaching" in text
+    assert "teacher: hint 1 " in text
+    assert "teacher: hint 20 " in text
+    assert "<script" not in text
+    console = Console(file=io.StringIO(), width=200)
+    display = RunDisplay(title="t", run_dir=folder, page="p", total_steps=20, console=console, live=False)
+    display._read()
+    assert "student taught 1.00, untaught 0.10" in display.line()
+    with console.capture() as shown:
+        console.print(display.render())
+    assert "student taught" in shown.get()
