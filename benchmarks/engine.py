@@ -108,11 +108,11 @@ def copy_bandwidth() -> float:
 
 
 def product_rate() -> float:
-    """Floating-point operations per second of a large bfloat16 product."""
+    """Floating-point operations per second of large bfloat16 products, kept up for a while as a run does."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    torch.mm(a, b)
-    seconds, _ = timed(lambda: [torch.mm(a, b) for _ in range(20)], "cuda")
-    return 20 * 2 * 8192**3 / seconds
+    timed(lambda: [torch.mm(a, b) for _ in range(300)], "cuda")
+    seconds, _ = timed(lambda: [torch.mm(a, b) for _ in range(500)], "cuda")
+    return 500 * 2 * 8192**3 / seconds
 
 
 def floors(model: Any, engine: Any, load: Load, bandwidth: float, flops: float) -> dict[str, float]:
@@ -135,17 +135,16 @@ def floors(model: Any, engine: Any, load: Load, bandwidth: float, flops: float) 
 
 def bench_cuda(args: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
-    for shape in args.shapes.split(","):
-        made = bench_shape(shape, args)
-        for row in made:
-            row.shape = shape
-        rows += made
-        torch.cuda.empty_cache()
-    print_table(rows)
+    try:
+        for shape in args.shapes.split(","):
+            bench_shape(shape, args, rows)
+            torch.cuda.empty_cache()
+    finally:  # also what there is when the run is cut short
+        print_table(rows)
     return rows
 
 
-def bench_shape(shape: str, args: argparse.Namespace) -> list[Row]:
+def bench_shape(shape: str, args: argparse.Namespace, rows: list[Row]) -> None:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     config = Qwen2Config(**SHAPES[shape], max_position_embeddings=1024, bos_token_id=None, eos_token_id=2)
@@ -154,13 +153,40 @@ def bench_shape(shape: str, args: argparse.Namespace) -> list[Row]:
     bandwidth, flops = copy_bandwidth(), product_rate()
     print(f"{shape}: copies at {bandwidth / 1e12:.2f} TB/s, products at {flops / 1e12:.0f} TFLOP/s", flush=True)
     loads = [cuda_load(name, config.vocab_size, args.mixed_slots) for name in args.loads.split(",")]
-    rows = [bench_load(model, load, bandwidth, flops) for load in loads]
+
+    def note(row: Row) -> None:
+        row.shape = shape
+        rows.append(row)
+        show(row)
+
+    for load in loads:
+        note(bench_load(model, load, bandwidth, flops))
+    if args.exact:
+        note(bench_exact(model, cuda_load("256", config.vocab_size, args.mixed_slots)))
     if args.peers != "none":
         which = ["generate", "continuous", "compile"] if args.peers == "all" else args.peers.split(",")
         end = time.perf_counter() + args.peer_minutes * 60
         single = [load for load in loads if load.group == 1]
-        rows += run_peers(model, single, which, args.peer_seconds, lambda: time.perf_counter() > end, show)
-    return rows
+        run_peers(model, single, which, args.peer_seconds, lambda: time.perf_counter() > end, note)
+
+
+def bench_exact(model: Any, load: Load) -> Row:
+    """Exact mode, and its largest difference from the trainer's exact pass over some replies."""
+    from atlaslib.engine import Engine, EngineConfig
+    from atlaslib.engine.exact import exact_forward, exact_token_logprobs
+
+    engine = Engine(model, config=EngineConfig(max_num_seqs=load.slots, max_model_len=1024, exact=True))
+    row, replies = run_engine(engine, load, "cuda")
+    row.what += " exact"
+    sequences = [prompt + group[0].token_ids for prompt, group in zip(load.prompts[:8], replies, strict=False)]
+    ids = torch.tensor(sequences, device="cuda")
+    start = len(load.prompts[0]) - 1
+    with exact_forward(model), torch.no_grad():
+        logits = model(input_ids=ids).logits[:, start:-1]
+    expected = exact_token_logprobs(logits.flatten(0, 1), ids[:, start + 1 :].flatten()).view(len(sequences), -1)
+    ours = torch.tensor([group[0].logprobs for group in replies[:8]])
+    row.extra["max_abs_dlogprob"] = float((expected.cpu() - ours).abs().max())
+    return row
 
 
 def bench_load(model: Any, load: Load, bandwidth: float, flops: float) -> Row:
@@ -175,7 +201,6 @@ def bench_load(model: Any, load: Load, bandwidth: float, flops: float) -> Row:
     row, replies = run_engine(engine, load, "cuda")
     row.extra |= {"start_to_first_token_s": first_token, **floors(model, engine, load, bandwidth, flops)}
     row.extra |= mismatch(model, load, replies, "cuda") | prefill_share(engine, load, row)
-    show(row)
     del engine, replies
     torch.cuda.empty_cache()
     return row
@@ -183,6 +208,8 @@ def bench_load(model: Any, load: Load, bandwidth: float, flops: float) -> Row:
 
 def print_table(rows: list[Row]) -> None:
     """Rates by load and way, with the engine's multiple of each, as Markdown."""
+    if not rows:
+        return
     ways = list(dict.fromkeys(row.what for row in rows))
     print("\n| shape | load | floor | bound | " + " | ".join(ways) + " |\n|" + "---|" * (4 + len(ways)))
     for shape, load in dict.fromkeys((row.shape, row.load) for row in rows):
@@ -265,13 +292,13 @@ def main() -> None:
     parser.add_argument("--loads", default="64,256,256g,1024,mixed")
     parser.add_argument("--mixed-slots", type=int, default=256)
     parser.add_argument("--peers", default="none", help="none, all, or a comma list of generate, continuous, compile")
-    parser.add_argument("--peer-seconds", type=float, default=5.0, help="limit of a peer's run; mixed loads thrice")
+    parser.add_argument("--peer-seconds", type=float, default=5.0, help="limit of a peer's measured run")
     parser.add_argument(
         "--peer-minutes", type=float, default=10.0, help="start no peer's run later than this, per shape"
     )
     parser.add_argument("--cpu-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--exact", action="store_true", help="CPU: also run exact mode")
+    parser.add_argument("--exact", action="store_true", help="also run exact mode")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     rows = bench_cuda(args) if args.device == "cuda" else bench_cpu(args)

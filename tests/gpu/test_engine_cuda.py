@@ -310,3 +310,21 @@ def test_too_many_blocks_says_how_many_fit() -> None:
 
     with pytest.raises(EngineMemoryError, match=r"at most num_blocks=\d+ fits"):
         Engine(tiny_causal_lm("llama").to(DEVICE), config=EngineConfig(num_blocks=10**9))
+
+
+def test_a_dropped_engine_gives_its_memory_back_at_once() -> None:
+    import gc
+    import weakref
+
+    from atlaslib.engine import Engine, EngineConfig, SamplingParams
+    from atlaslib.models.zoo import tiny_causal_lm
+
+    engine = Engine(tiny_causal_lm("llama").to(DEVICE), config=EngineConfig(max_num_seqs=8, num_blocks=100))
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=4))
+    keys = weakref.ref(engine.runner.cache.keys[0])
+    gc.disable()  # no cycle of references may keep the cache, or a second engine would find the device full
+    try:
+        del engine
+        assert keys() is None
+    finally:
+        gc.enable()

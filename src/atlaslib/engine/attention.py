@@ -87,7 +87,7 @@ class Span:
 
 @dataclass(slots=True)
 class StepContext:
-    """Where the packed tokens of one step live. Exactly one of `spans` (prefill) and `tables` (decode) is set."""
+    """Where the packed tokens of one step live: `spans` in a prefill step, `tables` in a decode step."""
 
     cache: KVCache
     slots: Tensor  # int64 [T], flat cache slot of each new token
@@ -96,7 +96,12 @@ class StepContext:
     lengths: Tensor | None = None  # int [B], tokens to attend over (the new one included)
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # sliding window -> decode mask, made once a step
     attend: AttendFn | None = None  # set: another implementation of the whole thing (Triton, exact)
-    table_rows: Tensor | None = None  # int64 [B], CUDA decode: rows of the runner's block table, instead of `tables`
+    written: bool = (
+        False  # the keys and values of the step are in the cache before `attend` is called (fused.FusedStack)
+    )
+    table_rows: Tensor | None = (
+        None  # int64 [B], CUDA decode: rows of `tables`, or of the runner's own when that is None
+    )
     ragged: tuple[Tensor, Tensor, int, int, Tensor | None] | None = None  # CUDA prefill: see cuda_runner.ragged_layout
     keep: Tensor | None = None  # CUDA prefill: the rows whose logits are wanted, see fused.FusedStack
     recorded: dict[int, LayerShape] | None = None  # set: only note the shapes (start-up)

@@ -42,7 +42,7 @@ class EngineConfig:
     cached_keys: str = "keep"
     """In-flight updates only: `keep` the keys of the old weights or `recompute` them with the new ones."""
     exact: bool = False
-    """Batch-invariant arithmetic: log-probs equal the trainer's `exact_forward` pass to the last bit. CPU, slower."""
+    """Batch-invariant arithmetic: log-probs equal the trainer's `exact_forward` pass to the last bit. Slower."""
     cuda_graphs: bool = True
     """CUDA: replay captured graphs for decode steps."""
     fused_kernels: bool = True

@@ -41,7 +41,7 @@ class CudaRunner(ModelRunner):
     admit_share = 8  # a prefill step costs launches: wait for an eighth of the slots before reading queued prompts
 
     def __init__(self, model: Any, config: EngineConfig, max_model_len: int) -> None:
-        self.fused = self._fuse(model, config)
+        self.fused = fused_stack(model, config)
         super().__init__(model, config, max_model_len)
         slots, width = config.max_num_seqs, -(-max_model_len // config.block_size)
         self.last_tokens = torch.zeros(slots + 1, dtype=torch.int64, device=self.device)  # the last row takes padding
@@ -55,10 +55,6 @@ class CudaRunner(ModelRunner):
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._weights: tuple[int, ...] = ()
         self.buckets = batch_buckets(slots)
-
-    def _fuse(self, model: Any, config: EngineConfig) -> FusedStack | None:
-        fused = FusedStack(model, self._look_up, merge=config.merge_weights) if config.fused_kernels else None
-        return fused if fused is not None and fused.stack is not None else None
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
@@ -74,8 +70,21 @@ class CudaRunner(ModelRunner):
 
     def customise(self, context: StepContext) -> None:
         context.attend = self._attend
-        if context.spans:
+        if context.spans and self.config.exact:
+            self._as_decode(context)
+        elif context.spans:
             context.ragged = ragged_layout(context, self.to_device)
+
+    def _as_decode(self, context: StepContext) -> None:
+        """Exact mode: every prompt token is a row of the decode kernel."""
+        tables = np.zeros((len(context.spans), max(len(span.blocks) for span in context.spans)), dtype=np.int32)
+        for row, span in enumerate(context.spans):
+            tables[row, : len(span.blocks)] = span.blocks
+        context.tables = self.to_device(tables)
+        counts = [span.count for span in context.spans]
+        context.table_rows = self.to_device(np.repeat(np.arange(len(counts)), counts))
+        ends = [np.arange(span.start + 1, span.start + span.count + 1) for span in context.spans]
+        context.lengths = self.to_device(np.concatenate(ends))
 
     def _attend(
         self,
@@ -88,26 +97,15 @@ class CudaRunner(ModelRunner):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        kernels.write_kv(context.cache.keys[layer], context.cache.values[layer], context.slots, key, value)
-        return self._look_up(context, layer, query, key, value, scale, window, softcap)
-
-    def _look_up(
-        self,
-        context: StepContext,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """Attention once the step's keys and values are in the cache; `key` and `value` are read by prefill steps only."""
         keys, values = context.cache.keys[layer], context.cache.values[layer]
+        if not context.written:
+            kernels.write_kv(keys, values, context.slots, key, value)
         if context.table_rows is not None and context.lengths is not None:
+            tables = self.tables if context.tables is None else context.tables
             return kernels.paged_decode(
-                query, keys, values, self.tables, context.table_rows, context.lengths, scale, window, softcap
-            )
+                query, keys, values, tables, context.table_rows, context.lengths, scale, window, softcap,
+                one_tile=self.config.exact,
+            )  # fmt: skip
         if (
             softcap is not None
             or query.dtype == torch.float32
@@ -161,7 +159,7 @@ class CudaRunner(ModelRunner):
         super().weights_changed()
         if self._weights and self._weight_addresses() != self._weights:
             logger.warning("parameters moved to new storage; preparing the model again")
-            self.fused = self._fuse(self.model, self.config)
+            self.fused = fused_stack(self.model, self.config)
             self.warm_up()
 
     def _weight_addresses(self) -> tuple[int, ...]:
@@ -180,12 +178,12 @@ class CudaRunner(ModelRunner):
         else:
             with self.prepared():
                 logits = self._decode_graph_body(size)
-        if table.plain[plan.slots].all():
+        if table.plain[plan.slots].all() and not self.config.exact:
             return self._fetch(batch)
         return self.sample_general(logits[:batch], plan, table)
 
     def sample(self, logits: Tensor, plan: DecodePlan, table: SlotTable) -> StepResult:
-        if not table.plain[plan.slots].all():
+        if self.config.exact or not table.plain[plan.slots].all():
             return self.sample_general(logits, plan, table)
         self._send_info(plan, table, len(plan.slots))
         kernels.sample_rows(logits, self.info[: len(plan.slots)], self.out, self.last_tokens)
@@ -242,6 +240,14 @@ class CudaRunner(ModelRunner):
             return [bits[0].astype(np.int64), logprobs, logprobs, raw]
 
         return StepResult(arrays)
+
+
+def fused_stack(model: Any, config: EngineConfig) -> FusedStack | None:
+    """Where the model has one and it may be used. Exact mode runs the modules, as the trainer's pass does."""
+    if config.exact or not config.fused_kernels:
+        return None
+    fused = FusedStack(model, merge=config.merge_weights)
+    return fused if fused.stack is not None else None
 
 
 def batch_buckets(largest: int) -> list[int]:

@@ -4,13 +4,13 @@ The engine computes a token's log-prob from one new row and a cache; a trainer c
 ordinary float arithmetic the two differ in the last bits, because libraries choose another order of summation for
 another shape. Here every sum has one fixed order: matrix products run in tiles of 32 rows, attention in tiles of 16
 query rows and 32 keys counted from the sequence's first token, functions like exp in pieces that always take the same
-vector code. Both sides use the same functions, so both get the same bits:
+vector code (CUDA: see `exact_cuda`). Both sides use the same functions, so both get the same bits:
 
     with exact_forward(model):                       # the trainer's pass; right padding
         logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
     logprobs = exact_token_logprobs(logits.flatten(0, 1), ids[:, 1:].flatten(), temperature)
 
-Gradients flow through (their own order of summation is the ordinary one). CPU only.
+Gradients flow through (their own order of summation is the ordinary one).
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _LANES = 64  # a multiple of every vector width, so that no element takes the sc
 
 def tiled(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """An element-wise function whose result does not depend on where in a tensor an element lies."""
+    if x.is_cuda:  # there every element takes the same code
+        return function(x)
     flat = x.reshape(-1)
     count = flat.numel()
     if count % _LANES:
@@ -46,15 +48,36 @@ def tiled(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def last_sum(x: Tensor) -> Tensor:
-    """Sum over the last dimension, rows independent of each other (a single row gets company)."""
+    """Sum over the last dimension, rows independent of each other (on CPU a single row gets company)."""
+    if x.is_cuda:
+        summed: Tensor = _CudaRowSum.apply(x)  # type: ignore[no-untyped-call]
+        return summed
     flat = x.reshape(-1, x.shape[-1])
     if flat.shape[0] == 1:
         return flat.expand(2, -1).contiguous().sum(-1)[:1].view(x.shape[:-1])
     return flat.contiguous().sum(-1).view(x.shape[:-1])
 
 
+class _CudaRowSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        from atlaslib.engine import exact_cuda
+
+        ctx.shape = x.shape
+        return exact_cuda.row_sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        expanded: Tensor = grads[0][..., None].expand(ctx.shape)
+        return expanded
+
+
 def _tiled_product(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T in products of exactly LINEAR_ROWS rows."""
+    if x.is_cuda:
+        from atlaslib.engine import exact_cuda
+
+        return exact_cuda.product(x, weight)
     rows = x.shape[0]
     padded = functional.pad(x, (0, 0, 0, -rows % LINEAR_ROWS)) if rows % LINEAR_ROWS else x.contiguous()
     out = x.new_empty(padded.shape[0], weight.shape[0])
@@ -130,10 +153,10 @@ def _for_tiles(x: Tensor, tiles: int) -> Tensor:
 def exact_token_logprobs(logits: Tensor, tokens: Tensor, temperature: Tensor | float = 1.0) -> Tensor:
     """log softmax(logits / temperature) at `tokens`; [R, V] -> float32 [R]. Temperature 0 counts as 1."""
     logits = logits.float()
-    if isinstance(temperature, Tensor):
-        scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    else:
-        scaled = logits / (temperature or 1.0)
+    divisor = torch.as_tensor(
+        temperature, dtype=torch.float32, device=logits.device
+    )  # CUDA multiplies by 1/T for a number
+    scaled = logits / torch.where(divisor > 0, divisor, 1.0).expand(logits.shape[0])[:, None]
     peak = scaled.amax(-1, keepdim=True)
     total = last_sum(tiled(torch.exp, scaled - peak))
     return scaled.gather(1, tokens[:, None])[:, 0] - peak[:, 0] - tiled(torch.log, total)
@@ -151,6 +174,7 @@ _ELEMENTWISE = {
     ),
 }
 _MEANS = {torch.mean, torch.Tensor.mean}
+_PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
 
 
 class ExactMode(TorchFunctionMode):
@@ -165,6 +189,10 @@ class ExactMode(TorchFunctionMode):
         if func in _MEANS and args[1:] == (-1,) and set(kwargs) <= {"keepdim"}:
             mean = last_sum(args[0]) / args[0].shape[-1]
             return mean[..., None] if kwargs.get("keepdim") else mean
+        if (
+            func in _PRODUCTS and args[0].shape[-1] == 1
+        ):  # angles of the rotary embedding: no sum, so no reduced precision
+            return args[0] * args[1]
         return func(*args, **kwargs)
 
 
@@ -173,22 +201,45 @@ class _ExactAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float, softcap: float | None
+        ctx: Any,
+        query: Tensor,  # [B, heads, T, dim]
+        key: Tensor,  # [B, kv_heads, T, dim]
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value, allowed)
-        ctx.scale, ctx.softcap = scale, softcap
-        return exact_attention(query, key, value, allowed, scale, softcap)
+        ctx.save_for_backward(query, key, value)
+        ctx.settings = scale, window, softcap
+        if query.is_cuda:
+            from atlaslib.engine import exact_cuda
+
+            return exact_cuda.attention(query, key, value, scale, window, softcap)
+        out = exact_attention(*_by_key_head(query, key, value, window), scale, softcap)
+        return out.reshape(*query.shape[:3], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors[:3]]
+        scale, window, softcap = ctx.settings
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
-            scores = torch.bmm(inputs[0], inputs[1].transpose(1, 2)) * ctx.scale
-            if ctx.softcap is not None:
-                scores = torch.tanh(scores / ctx.softcap) * ctx.softcap
-            weights = torch.softmax(scores.masked_fill(~ctx.saved_tensors[3], -torch.inf), -1)
-            out = torch.bmm(weights, inputs[2])
+            query, key, value, allowed = _by_key_head(inputs[0], inputs[1], inputs[2], window)
+            scores = torch.bmm(query, key.transpose(1, 2)) * scale
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
+            weights = torch.softmax(scores.masked_fill(~allowed, -torch.inf), -1)
+            out = torch.bmm(weights, value).reshape(grads[0].shape)
         return (*torch.autograd.grad(out, inputs, grads[0]), None, None, None)
+
+
+def _by_key_head(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The query heads of each key head as rows of one matrix, and which keys each row may see."""
+    length, dim = query.shape[2:]
+    group = query.shape[1] // key.shape[1]
+    allowed = causal_mask(length, length, 0, window, query.device).repeat(group, 1)[None]
+    return query.reshape(-1, group * length, dim), key.flatten(0, 1), value.flatten(0, 1), allowed
 
 
 def _trainer_attention(
@@ -204,19 +255,11 @@ def _trainer_attention(
 ) -> tuple[Tensor, None]:
     if attention_mask is not None and bool((attention_mask[:, 1:] & ~attention_mask[:, :-1]).any()):
         raise ConfigError("exact_forward needs right padding: tiles are counted from a sequence's first token")
-    batch, heads, length, dim = query.shape
-    kv_heads, group = key.shape[1], heads // key.shape[1]
-    allowed = causal_mask(length, length, 0, sliding_window, query.device).repeat(group, 1)[None]
-    scale = scaling if scaling is not None else dim**-0.5
+    scale = scaling if scaling is not None else query.shape[3] ** -0.5
     out: Tensor = _ExactAttention.apply(  # type: ignore[no-untyped-call]
-        query.reshape(batch * kv_heads, group * length, dim),
-        key.flatten(0, 1),
-        value.flatten(0, 1),
-        allowed,
-        scale,
-        softcap,
+        query, key, value, scale, sliding_window, softcap
     )
-    return out.reshape(batch, heads, length, -1).transpose(1, 2), None
+    return out.transpose(1, 2), None
 
 
 def _keep_padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -226,15 +269,13 @@ def _keep_padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwarg
 
 @contextmanager
 def exact_forward(model: Any) -> Iterator[None]:
-    """A forward of `model` inside this block gives the bits the exact engine gives. Right padding, CPU."""
+    """A forward of `model` inside this block gives the bits the exact engine gives. Right padding."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     from atlaslib.engine.model_runner import cpu_settings
 
     device = next(model.parameters()).device
-    if device.type != "cpu":
-        raise ConfigError(f"exact arithmetic is implemented for CPU; the model is on {device}")
     AttentionInterface.register(NAME, _trainer_attention)
     AttentionMaskInterface.register(NAME, _keep_padding_mask)
     configs = configs_of(list(model.modules()))

@@ -11,7 +11,7 @@ In a step that reads prompts only the rows whose logits are wanted go through th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,6 @@ from atlaslib.engine import attention, kernels
 from atlaslib.engine.attention import StepContext
 
 logger = logging.getLogger(__name__)
-Attend = Callable[..., Tensor]
 _FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 _STACK_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -84,7 +83,7 @@ class FusedLayer:
         whole_model = getattr(self.attention.config, "sliding_window", None)  # Mistral's layers read the config
         self.window = own if hasattr(self.attention, "sliding_window") else whole_model
 
-    def attend(self, h: Tensor, cos: Tensor, sin: Tensor, context: StepContext, attend: Attend) -> Tensor:
+    def attend(self, h: Tensor, cos: Tensor, sin: Tensor, context: StepContext) -> Tensor:
         """[T, hidden] -> [T, hidden]; keys and values go into the cache."""
         module = self.attention
         layer, rows = int(module.layer_idx), h.shape[0]
@@ -95,7 +94,8 @@ class FusedLayer:
             query, key, value, cos, sin, context.slots, cache, head_norms, keep_key=bool(context.spans)
         )
         value = value.view(rows, -1, cos.shape[-1]).transpose(0, 1)
-        out = attend(context, layer, query, key, value, module.scaling, self.window, None)
+        assert context.attend is not None
+        out = context.attend(context, layer, query, key, value, module.scaling, self.window, None)
         projected: Tensor = module.o_proj(out.reshape(rows, -1))
         return projected
 
@@ -105,14 +105,13 @@ class FusedLayer:
 
 
 class FusedStack:
-    """Another forward for the decoder stack of `model`; `attend` looks up keys that are already in the cache."""
+    """Another forward for the decoder stack of `model`."""
 
-    def __init__(self, model: Any, attend: Attend, *, merge: bool = True) -> None:
+    def __init__(self, model: Any, *, merge: bool = True) -> None:
         self.stack = next((module for module in model.modules() if _known(module)), None)
         if self.stack is None:
             logger.info("%s runs its own modules: not of the plain Llama form", type(model).__name__)
             return
-        self._attend = attend
         with torch.no_grad():
             self.layers = [FusedLayer(layer, merge=merge) for layer in self.stack.layers]
         first_norms = [layer.input_layernorm for layer in self.stack.layers]
@@ -141,8 +140,9 @@ class FusedStack:
         x = stack.embed_tokens(input_ids)[0]  # [T, hidden]
         cos, sin = (part[0] for part in stack.rotary_emb(x, position_ids))
         h = kernels.rms_norm(x, self.norms[0])
+        context.written = True
         for layer, next_norm in zip(self.layers, self.norms[1:], strict=True):
-            attended = layer.attend(h, cos, sin, context, self._attend)
+            attended = layer.attend(h, cos, sin, context)
             if layer is self.layers[-1] and context.keep is not None:
                 x, attended = x[context.keep], attended[context.keep]
             x, h = kernels.add_norm(x, attended, layer.second_norm)

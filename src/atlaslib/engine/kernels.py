@@ -110,6 +110,8 @@ def paged_decode(
     scale: float,
     window: int | None,
     softcap: float | None,
+    *,
+    one_tile: bool = False,  # the same tiles for every batch size, so that a row's bits do not depend on the batch
 ) -> Tensor:
     """One query per row over that row's blocks; [B, heads, value_dim]."""
     heads, batch, dk = query.shape
@@ -117,7 +119,7 @@ def paged_decode(
     group = heads // kv_heads
     out = torch.empty(batch, heads, dv, dtype=query.dtype, device=query.device)
     tile, warps, stages = DECODE_TUNING[0 if dk <= 64 else 1 if dk <= 128 else 2]
-    if dk <= 64 and batch * kv_heads < 1024:
+    if dk <= 64 and batch * kv_heads < 1024 and not one_tile:
         tile, warps, stages = FEW_ROWS
     _paged_decode[(batch, kv_heads)](
         query, keys, values, out, tables, slots, lengths, scale, softcap or 0.0,
