@@ -96,12 +96,8 @@ class StepContext:
     lengths: Tensor | None = None  # int [B], tokens to attend over (the new one included)
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # sliding window -> decode mask, made once a step
     attend: AttendFn | None = None  # set: another implementation of the whole thing (Triton, exact)
-    written: bool = (
-        False  # the keys and values of the step are in the cache before `attend` is called (fused.FusedStack)
-    )
-    table_rows: Tensor | None = (
-        None  # int64 [B], CUDA decode: rows of `tables`, or of the runner's own when that is None
-    )
+    written: bool = False  # the step's keys and values are in the cache before `attend` is called (fused.FusedStack)
+    table_rows: Tensor | None = None  # int64 [B], CUDA decode: rows of `tables`, or of the runner's when that is None
     ragged: tuple[Tensor, Tensor, int, int, Tensor | None] | None = None  # CUDA prefill: see cuda_runner.ragged_layout
     keep: Tensor | None = None  # CUDA prefill: the rows whose logits are wanted, see fused.FusedStack
     recorded: dict[int, LayerShape] | None = None  # set: only note the shapes (start-up)
