@@ -6,7 +6,7 @@
  * HEADERS: full header lines separated by '\n' ("" for none). BODY_FILE: "-" for none. FLAGS: any of
  *   m  the run ends when all groups with 'm' are done (groups without it run beside them)
  *   n  the group is done at the first reply shorter than 100 bytes (a drained queue says {"batch":null})
- *   i  the body contains "########################" once; every request writes its own number there (24 digits)
+ *   i  the body contains "########################" once; every request writes its own number there (24 digits, other ones in every run)
  * For each group one JSON line goes to stdout: replies, status codes, seconds from first send to last reply, bytes
  * received, latencies (from the first byte sent to the last byte received) in milliseconds.
  */
@@ -130,7 +130,7 @@ static void begin(Conn *conn) {
             conn->body = malloc(group->body_len);
             memcpy(conn->body, group->body, group->body_len);
         }
-        snprintf(number, sizeof number, "%024ld", group->sent);
+        snprintf(number, sizeof number, "%012ld%012ld", (long)getpid(), group->sent);
         memcpy(conn->body + (group->mark - group->body), number, 24);
     }
     group->sent++;

@@ -23,26 +23,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rollout_server_report import BATCH, OLD_VERSION, SEQUENCES, Results, Row, markdown, show
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
 DOC = ROOT / "docs" / "benchmarks" / "rollout_server.md"
-OLD_VERSION = "0.4.0"
-SEQUENCES = 8
-BATCH = 256
 GROUPS_PER_BATCH = BATCH // SEQUENCES
 BINARY_TYPE = "application/vnd.atropos+msgpack"
 JSON_HEADERS = "Content-Type: application/json"
-
-# What is asked of the new server, as ratios to the old one: (in memory, durable), by variant and sequence length.
-TARGETS: dict[tuple[str, str], Any] = {
-    ("json", "total"): (35, 25),
-    ("gzip", "total"): (30, None),
-    ("binary", "total"): ({512: 150, 4096: 350, 32768: 250}, 100),
-}
 
 
 # ---- bodies -----------------------------------------------------------------------------------------------------------
@@ -138,7 +130,7 @@ OLD_MAIN = (
 class Server:
     """A server process on its own core."""
 
-    def __init__(self, kind: str, core: int, folder: Path, *, live_page: bool = False) -> None:
+    def __init__(self, kind: str, core: int, folder: Path) -> None:
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             self.port = int(sock.getsockname()[1])
@@ -147,7 +139,7 @@ class Server:
         else:
             command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(self.port)]
             data = folder / f"data-{self.port}"
-            command += [] if live_page else ["--no-live-page"]
+            command += [] if kind == "page" else ["--no-live-page"]
             command += ["--in-memory"] if kind == "memory" else ["--data-dir", str(data)]
         self.log = (folder / f"{kind}-{self.port}.log").open("wb")
         self.process = subprocess.Popen(
@@ -242,30 +234,6 @@ def drive(port: int, core: int, *loads: Load, limit_s: float = 1800) -> dict[str
 
 
 @dataclass(kw_only=True)
-class Row:
-    """One server, one variant, one sequence length."""
-
-    server: str  # old | memory | durable
-    variant: str  # json | gzip | binary
-    length: int
-    groups: int
-    posts_per_s: float = 0.0
-    post_p50_ms: float = 0.0
-    post_p99_ms: float = 0.0
-    batch_ms: float = 0.0
-    groups_per_s: float = 0.0
-    post_cpu_ms: float = 0.0
-    batch_cpu_ms: float = 0.0
-    bytes_per_token: float = 0.0
-    body_bytes_per_token: float = 0.0
-
-    @property
-    def cpu_ms(self) -> float:
-        """Processor time of the server for a group, from its POST until it is out of the door."""
-        return self.post_cpu_ms + self.batch_cpu_ms / GROUPS_PER_BATCH
-
-
-@dataclass(kw_only=True)
 class Setup:
     """Where and how much."""
 
@@ -277,53 +245,59 @@ class Setup:
 
 
 def measure(setup: Setup, kind: str, variant: str, length: int, body: Body, batches: int) -> Row:
-    """Post `batches` batches' worth of groups, take them out again, then post once more while a batch is taken out."""
+    """Post `batches` batches' worth of groups and take them out again, twice; the second time counts.
+
+    Memory is read in the first round, while the server has never held anything else. A server is started once and then
+    works for days, so its speed is that of the second. (The old server's longest batches take minutes: one round.)
+    """
     server = Server(kind, setup.server_core, setup.folder)
     try:
         server.register()
-        groups = batches * GROUPS_PER_BATCH
-        flags = "mi" if variant == "binary" else "m"
-        post = Load(
-            name="post",
-            method="POST",
-            path="/scored_data",
-            headers=body.post_headers,
-            body=body.path,
-            connections=setup.connections,
-            count=groups,
-            flags=flags,
-        )
-        take = Load(name="batch", method="GET", path="/batch", headers=body.batch_headers, count=batches)
-        before, cpu = server.rss(), server.cpu_seconds()
-        posted = drive(server.port, setup.client_core, post)["post"]
-        post_cpu = server.cpu_seconds() - cpu
-        time.sleep(1.0 if kind != "old" else 0.0)  # ours makes queued groups smaller when nothing else is to do
-        memory = server.rss() - before
-        if server.call("GET", "/status")["queue_size"] != groups:
-            raise RuntimeError(f"{kind}: {groups} groups were posted, /status says {server.call('GET', '/status')}")
-        cpu = server.cpu_seconds()
-        taken = drive(server.port, setup.client_core, take)["batch"]
-        batch_cpu = server.cpu_seconds() - cpu
-        if taken["bytes_in"] < groups * SEQUENCES * length:
-            raise RuntimeError(f"{kind}: the batches hold {taken['bytes_in']} bytes, too few for {groups} groups")
-        return Row(
-            server=kind,
-            variant=variant,
-            length=length,
-            groups=groups,
-            posts_per_s=groups / posted["seconds"],
-            post_p50_ms=posted["p50_ms"],
-            post_p99_ms=posted["p99_ms"],
-            batch_ms=taken["mean_ms"],
-            groups_per_s=groups / (posted["seconds"] + taken["seconds"]),
-            post_cpu_ms=1e3 * post_cpu / groups,
-            batch_cpu_ms=1e3 * batch_cpu / batches,
-            bytes_per_token=memory / (groups * SEQUENCES * length),
-            body_bytes_per_token=body.bytes_per_token,
-        )
+        row = measure_round(setup, server, kind, variant, length, body, batches)
+        if kind == "old" and length > 4096:
+            return row
+        held = row.bytes_per_token
+        row = measure_round(setup, server, kind, variant, length, body, batches)
+        row.bytes_per_token = held
+        return row
     finally:
         server.stop()
         shutil.rmtree(setup.folder / f"data-{server.port}", ignore_errors=True)
+
+
+def measure_round(setup: Setup, server: Server, kind: str, variant: str, length: int, body: Body, batches: int) -> Row:
+    groups = batches * GROUPS_PER_BATCH
+    post = Load(name="post", method="POST", path="/scored_data", headers=body.post_headers, body=body.path)
+    post.connections, post.count = setup.connections, groups
+    post.flags = "mi" if variant == "binary" else "m"
+    take = Load(name="batch", method="GET", path="/batch", headers=body.batch_headers, count=batches)
+    before, cpu = server.rss(), server.cpu_seconds()
+    posted = drive(server.port, setup.client_core, post)["post"]
+    post_cpu = server.cpu_seconds() - cpu
+    time.sleep(1.0 if kind != "old" else 0.0)  # ours makes queued groups smaller when nothing else is to do
+    memory = server.rss() - before
+    if server.call("GET", "/status")["queue_size"] != groups:
+        raise RuntimeError(f"{kind}: {groups} groups were posted, /status says {server.call('GET', '/status')}")
+    cpu = server.cpu_seconds()
+    taken = drive(server.port, setup.client_core, take)["batch"]
+    batch_cpu = server.cpu_seconds() - cpu
+    if taken["bytes_in"] < groups * SEQUENCES * length:
+        raise RuntimeError(f"{kind}: the batches hold {taken['bytes_in']} bytes, too few for {groups} groups")
+    return Row(
+        server=kind,
+        variant=variant,
+        length=length,
+        groups=groups,
+        posts_per_s=groups / posted["seconds"],
+        post_p50_ms=posted["p50_ms"],
+        post_p99_ms=posted["p99_ms"],
+        batch_ms=taken["mean_ms"],
+        groups_per_s=groups / (posted["seconds"] + taken["seconds"]),
+        post_cpu_ms=1e3 * post_cpu / groups,
+        batch_cpu_ms=1e3 * batch_cpu / batches,
+        bytes_per_token=memory / (groups * SEQUENCES * length),
+        body_bytes_per_token=body.bytes_per_token,
+    )
 
 
 def measure_draining(setup: Setup, kind: str, big: Body, small: Body, batches: int) -> dict[str, float]:
@@ -372,24 +346,6 @@ def measure_status(setup: Setup, kind: str, folder: Path, queue_lengths: list[in
 # ---- the run ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True)
-class Results:
-    """Everything one run measured."""
-
-    machine: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
-    draining: dict[str, dict[str, float]] = field(default_factory=dict)
-    status: dict[str, dict[int, float]] = field(default_factory=dict)
-
-    def old(self, length: int, variant: str) -> Row | None:
-        """The old server's row to compare with: it knows JSON and gzip JSON; binary clients replace JSON ones."""
-        for wanted in ("gzip" if variant == "gzip" else "json", "json"):
-            for row in self.rows:
-                if (row.server, row.variant, row.length) == ("old", wanted, length):
-                    return row
-        return None
-
-
 def machine_facts() -> dict[str, Any]:
     facts = {line.split(":")[0].strip(): line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if ":" in line}
     part = facts.get("CPU part", "")
@@ -427,6 +383,8 @@ def run(setup: Setup, sizes: list[int], variants: list[str], servers: list[str])
             for kind in servers:
                 if kind == "old" and (variant == "binary" or (variant == "gzip" and length > 4096 and setup.quick)):
                     continue  # it knows no binary form; its gzip of the largest batch takes half a minute
+                if kind == "page" and (variant == "gzip" or length > 4096):
+                    continue  # enough to see what the page costs
                 batches = counts(length, kind, variant, setup.quick)
                 row = measure(setup, kind, variant, length, bodies[length][variant], batches)
                 results.rows.append(row)
@@ -442,7 +400,7 @@ def run(setup: Setup, sizes: list[int], variants: list[str], servers: list[str])
                     flush=True,
                 )
     small, big = min(sizes), 4096 if 4096 in sizes else max(sizes)
-    for kind in servers:
+    for kind in [kind for kind in servers if kind != "page"]:
         batches = 2 if kind == "old" else 8 if setup.quick else 32
         results.draining[kind] = measure_draining(setup, kind, bodies[big]["json"], bodies[small]["json"], batches)
         print(f"POST of {small} tokens while draining {big}: {kind:8s} {results.draining[kind]}", flush=True)
@@ -450,102 +408,6 @@ def run(setup: Setup, sizes: list[int], variants: list[str], servers: list[str])
         results.status[kind] = measure_status(setup, kind, setup.folder, lengths)
         print(f"/status-env p50 by queued groups: {kind:8s} {results.status[kind]}", flush=True)
     return results
-
-
-# ---- showing it -------------------------------------------------------------------------------------------------------
-
-
-def ratio_text(value: float, base: float | None, *, lower_is_better: bool = False) -> str:
-    if not base or not value:
-        return "–"
-    return f"{(base / value if lower_is_better else value / base):.1f}×"
-
-
-def table_rows(results: Results) -> list[list[str]]:
-    lines = []
-    for row in results.rows:
-        old = results.old(row.length, row.variant)
-        base = old if old is not None and row.server != "old" else None
-        lines.append(
-            [
-                str(row.length),
-                row.variant,
-                row.server,
-                f"{row.groups_per_s:.1f}",
-                ratio_text(row.groups_per_s, base and base.groups_per_s),
-                f"{row.cpu_ms:.2f}",
-                ratio_text(row.cpu_ms, base and base.cpu_ms, lower_is_better=True),
-                f"{row.posts_per_s:.1f}",
-                ratio_text(row.posts_per_s, base and base.posts_per_s),
-                f"{row.post_p50_ms:.1f} / {row.post_p99_ms:.1f}",
-                f"{row.batch_ms:.1f}",
-                ratio_text(row.batch_ms, base and base.batch_ms, lower_is_better=True),
-                f"{row.bytes_per_token:.1f}",
-                f"{row.body_bytes_per_token:.1f}",
-            ]
-        )
-    return lines
-
-
-COLUMNS = [
-    *("tokens", "form", "server", "groups/s", "ratio", "CPU ms/group", "ratio", "POST/s", "ratio", "POST p50 / p99 ms"),
-    *("/batch ms", "ratio", "B/token held", "B/token sent"),
-]
-
-
-def show(results: Results) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Rollout server: post and take out (ratios to the old server in the same run)")
-    for name in COLUMNS:
-        table.add_column(name, justify="right" if name not in ("form", "server") else "left")
-    for line in table_rows(results):
-        table.add_row(*line)
-    console = Console(width=160)
-    console.print(table)
-    other = Table(title="Beside the stream")
-    for name in ("server", "POST p50 / p99 ms while draining", "/status-env p50 ms by queued groups"):
-        other.add_column(name)
-    for line in side_rows(results):
-        other.add_row(*line)
-    console.print(other)
-    console.print(results.machine)
-
-
-def side_rows(results: Results) -> list[list[str]]:
-    lines = []
-    base = results.draining.get("old", {}).get("p99_ms")
-    for kind, drain in results.draining.items():
-        ratio = ratio_text(drain["p99_ms"], base, lower_is_better=True) if kind != "old" else "–"
-        status = ", ".join(f"{groups}: {ms:.2f}" for groups, ms in results.status.get(kind, {}).items())
-        lines.append([kind, f"{drain['p50_ms']:.1f} / {drain['p99_ms']:.1f} ({ratio})", status])
-    return lines
-
-
-def markdown(results: Results) -> str:
-    def table(columns: list[str], rows: list[list[str]]) -> str:
-        head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
-        return head + "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-    machine = results.machine
-    return f"""# Rollout server: measured
-
-Made by `python benchmarks/rollout_server.py --write`; what is measured and how is in `benchmarks/README.md`.
-
-Machine: {machine["cpu"]}, {machine["cores"]} cores, {machine["memory_gib"]} GiB, {machine["system"]}, Python
-{machine["python"]}, load average {machine["load_at_start"]} at the start. The server has one core, the load generator another.
-
-`old` is atroposlib {OLD_VERSION}, `memory` is ours with `--in-memory`, `durable` is ours as it starts by default (every
-group is on disk before the reply). Ratios are to the old server in the same run; `binary` is compared with its JSON, as
-that is what such a client would otherwise send. POST and `/batch` are also shown apart.
-
-## Posting groups of {SEQUENCES} sequences and taking batches of {BATCH}
-
-{table(COLUMNS, table_rows(results))}
-## Beside the stream
-
-{table(["server", "POST p50 / p99 ms while a batch is taken", "`/status-env` p50 ms by queued groups"], side_rows(results))}"""
 
 
 def main() -> int:
@@ -556,7 +418,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help=f"write {DOC.relative_to(ROOT)}")
     parser.add_argument("--sizes", default="512,4096,32768", help="tokens per sequence")
     parser.add_argument("--variants", default="json,gzip,binary")
-    parser.add_argument("--servers", default="old,memory,durable")
+    parser.add_argument("--servers", default="old,memory,durable,page")
     parser.add_argument("--connections", type=int, default=8, help="connections that post at the same time")
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from msgspec import Raw
 
+from atroposlib.api import native_scan
 from atroposlib.api.schemas import EXTRA_FIELDS, GROUP_FIELDS
 from atroposlib.api.wire import WireError, WireGroup, check_extras, check_lengths, located
 
@@ -96,8 +97,8 @@ def _check(payload: bytes) -> WireGroup:
         if len(data) != total * INT.itemsize:
             _expect(_array(data, INT, name), total, name)
     for name, values in (("inference_logprobs", group.inference_logprobs), ("ref_logprobs", group.ref_logprobs)):
-        if values is not None:
-            numbers = _array(values, FLOAT, name)
+        if values is not None and (len(values) != total * FLOAT.itemsize or not native_scan.all_finite(values)):
+            numbers = _array(values, FLOAT, name)  # says what is wrong, if anything is
             _expect(numbers, total, name)
             _expect_finite(numbers, name)
     if group.advantages is not None:
@@ -187,11 +188,9 @@ def _expect(numbers: np.ndarray[Any, Any], total: int, name: str) -> None:
 
 
 def _expect_finite(numbers: np.ndarray[Any, Any], name: str) -> None:
-    # One NaN or infinity makes the sum no finite number; huge finite ones may do so too, so that is looked at again.
-    with np.errstate(over="ignore", invalid="ignore"):
-        total = np.add.reduce(numbers)
-    if not math.isfinite(total) and (bad := np.flatnonzero(~np.isfinite(numbers))).size:
-        first = int(bad[0])
+    # NaN is its own minimum and maximum, so two passes that make no array tell all.
+    if numbers.size and not (math.isfinite(np.minimum.reduce(numbers)) and math.isfinite(np.maximum.reduce(numbers))):
+        first = int(np.flatnonzero(~np.isfinite(numbers))[0])
         raise WireError(
             f"'{name}' holds {numbers[first]} at position {first}; every number must be finite", name, first
         )

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Scope, Receive, Send], Awaitable[int]]
 
 _BINARY = BINARY_TYPE.encode()
-_CHUNK = 256 * 1024
+_CHUNK = 16 * 1024
 _JSON_ON_LOOP, _BINARY_ON_LOOP = 3 * 2**19, 32 * 2**20
 """Bodies up to this size are read in at most a few milliseconds, on the loop: on a thread the interpreter lock would cost more."""
 HOT_PATHS = frozenset({"/scored_data", "/scored_data_list", "/batch", "/status", "/status-env"})

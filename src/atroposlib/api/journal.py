@@ -5,9 +5,10 @@ A data folder holds
     snapshot        the small state (no payloads) as of some record, replaced atomically
     lock            held by the one server that uses the folder
 
-One writer thread takes all records that are waiting, writes them with one system call and syncs once (group commit); while it
-syncs, the next ones gather. Records are applied to the store on the event loop, in the order in which they are on disk, and
-only then answered. A record that does not fit on the disk is cut off again and its request fails; nothing else is harmed.
+The records of one turn of the event loop are handed over together. One writer thread takes all that are waiting, writes them with
+one system call and syncs once (group commit); while it syncs, the next ones gather. Records are applied to the store on the
+event loop, in the order in which they are on disk, and only then answered. A record that does not fit on the disk is cut off
+again and its request fails; nothing else is harmed.
 
 At start the snapshot is restored (payloads are read from where they lie) and the records after it are applied; a torn record at
 the very end is cut off. A new snapshot is taken whenever a segment is full; segments in which no group is needed any more and
@@ -43,6 +44,7 @@ T = TypeVar("T")
 Durability = Literal["safe", "interval", "none"]
 Location = tuple[int, int, int]
 _MAX_PARTS = 512  # buffers in one writev
+_LOOK_AT_DISK_S = 0.02
 
 
 @dataclass(slots=True)
@@ -78,12 +80,14 @@ class Journal:
         self.sync_count = 0
         self.failed_writes = 0
         self._live: dict[int, int] = {}  # groups still needed, by segment
-        self._pending: list[_Write] = []
+        self._gathered: list[_Write] = []  # of this turn of the loop
+        self._pending: list[_Write] = []  # handed over to the thread
         self._wake = threading.Condition()
         self._stopping = False
         self._lock_file: Any = None
         self._snapshot_lsn = 0
         self._applied_lsn = 0
+        self._free_bytes, self._looked_at = 0, 0.0
         self._tidying: asyncio.Future[None] | None = None
 
     # ---- start and stop -----------------------------------------------------------------------------------------------
@@ -150,6 +154,8 @@ class Journal:
         """Write what is waiting, take a last snapshot, give the folder back."""
         self.is_open = False
         with self._wake:
+            self._pending += self._gathered
+            self._gathered.clear()
             self._stopping = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
@@ -169,10 +175,16 @@ class Journal:
         if not self.is_open:
             future.set_exception(JournalError("the server is shutting down; send it again to the next one"))
             return future
-        with self._wake:
-            self._pending.append(_Write(encode_event(event), payload, apply, future))
-            self._wake.notify()
+        self._gathered.append(_Write(encode_event(event), payload, apply, future))
+        if len(self._gathered) == 1:
+            self._loop.call_soon(self._hand_over)
         return future
+
+    def _hand_over(self) -> None:
+        with self._wake:
+            self._pending += self._gathered
+            self._wake.notify()
+        self._gathered.clear()
 
     def _write_loop(self) -> None:
         """The writer thread."""
@@ -208,7 +220,7 @@ class Journal:
                 write.error = OSError(errno.EIO, f"{type(error).__name__}: {error}")
 
     def _write_batch(self, batch: list[_Write]) -> None:
-        full = self._disk_full()
+        full = self._is_disk_full()
         writes: list[_Write] = []
         for write in batch:
             if full and write.payload:
@@ -230,12 +242,16 @@ class Journal:
                 write.error = write.error or error
         self.failed_writes += sum(1 for write in batch if write.error is not None)
 
-    def _disk_full(self) -> bool:
-        try:
-            stat = os.statvfs(self.folder)
-        except OSError:
-            return False
-        return stat.f_bavail * stat.f_frsize < self.min_free_bytes
+    def _is_disk_full(self) -> bool:
+        """Asks the system every few milliseconds while there is room, every time while there is none."""
+        now = time.monotonic()
+        if self._free_bytes < self.min_free_bytes or now - self._looked_at > _LOOK_AT_DISK_S:
+            try:
+                stat = os.statvfs(self.folder)
+            except OSError:
+                return False
+            self._free_bytes, self._looked_at = stat.f_bavail * stat.f_frsize, now
+        return self._free_bytes < self.min_free_bytes
 
     def _append(self, writes: list[_Write]) -> OSError | None:
         segments = self.segments

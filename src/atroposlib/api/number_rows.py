@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-_COMMA, _MINUS, _NINE, _E = b",-9e"
+_COMMA, _MINUS, _ZERO, _NINE, _E = b",-09e"
 _BLOCK = 128  # a number that overflows by its digits alone has more than 300, so it fills one of these blocks
 _BLANK = b" \t\r\n"
+_LONGEST = 10  # from one separator to the next: nine digits fit in any case
 _MANY = 64  # exponents to look for one by one
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -33,7 +34,7 @@ def row_lengths(text: bytes, *, floats: bool) -> list[int]:
     commas = chars == _COMMA
     if floats:
         _check_range(text, chars, commas, letters)
-    elif letters:
+    elif letters or _is_long(chars):
         raise NotPlainError
     return [_count(text, commas, start, end) for start, end in rows]
 
@@ -71,6 +72,13 @@ def _check_range(text: bytes, chars: Bytes, commas: np.ndarray[Any, np.dtype[np.
     blocks = chars.size // _BLOCK
     if blocks > 1 and not commas[: blocks * _BLOCK].reshape(blocks, _BLOCK).any(axis=1).all():
         raise NotPlainError
+
+
+def _is_long(chars: Bytes) -> bool:
+    """Whether an integer may have so many digits that it does not fit into 32 bits."""
+    between = np.flatnonzero(chars < _ZERO)  # commas, blanks, signs
+    gaps = np.diff(between, prepend=0, append=chars.size)
+    return bool(gaps.max() > _LONGEST)
 
 
 def _count(text: bytes, commas: np.ndarray[Any, np.dtype[np.bool_]], start: int, end: int) -> int:

@@ -36,7 +36,7 @@ class GroupEvent:
     def decode(self) -> dict[str, Any]:
         """The whole group as a dict (per-token fields are lists or numpy arrays). Costs time: not on the event loop."""
         if not self.binary:
-            group: dict[str, Any] = json.loads(self.payload)
+            group: dict[str, Any] = json.loads(bytes(self.payload))
             return group
         from atroposlib.api.binary import decode_group
 

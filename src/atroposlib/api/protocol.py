@@ -21,7 +21,9 @@ from typing import Any, ClassVar, NamedTuple, cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from atroposlib.api.hot_routes import HotRoutes, answer_one, refusal_reply
+from atroposlib.api.slabs import slabs
 
+_BEGINNING = b"POST /scored_data"
 _HEAD = re.compile(rb"POST (/scored_data|/scored_data_list) HTTP/1\.1\r\n")
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,18})\r\n", re.IGNORECASE)
 _END = b"\r\n\r\n"
@@ -48,7 +50,7 @@ class _Post:
 
     def __init__(self, head: _Head, length: int, started: float) -> None:
         self.head, self.started = head, started
-        self.body = bytearray(length)
+        self.body: bytearray | memoryview = slabs.take(length) if head.in_place else bytearray(length)
         self.filled = 0
 
 
@@ -76,26 +78,26 @@ class RolloutProtocol(HttpToolsProtocol):
 
     # ---- receiving ----------------------------------------------------------------------------------------------------
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, data: bytes | memoryview) -> None:
         if self._answering:  # a further request before the answer to the last one
-            self._backlog += data
+            self._backlog += bytes(data)
             self.flow.pause_reading()
             return
         if self._post is not None:
             self._fill(self._post, data, 0)
             return
         if (
-            data.startswith(b"POST /scored_data")
+            data[: len(_BEGINNING)] == _BEGINNING
             and not self._in_message
             and (self.cycle is None or self.cycle.response_complete)
         ):
-            head, length, offset = self._read_head(data)
+            head, length, offset = self._read_head(bytes(data[:_MAX_HEAD]))
             if head is not None:
                 self.on_lost = None
                 self._begin(head, length, data, offset)
                 return
         self.on_lost = None
-        super().data_received(data)
+        super().data_received(bytes(data))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()  # type: ignore[no-untyped-call]
@@ -108,7 +110,7 @@ class RolloutProtocol(HttpToolsProtocol):
 
     def _read_head(self, data: bytes) -> tuple[_Head | None, int, int]:
         """Head, length and beginning of the body of the request in these bytes; no head when it is not for the short cut."""
-        end = data.find(_END, 0, _MAX_HEAD)
+        end = data.find(_END)
         found = _LENGTH.search(data, 0, end + 2) if end >= 0 else None
         if found is None:
             return None, 0, 0
@@ -150,18 +152,18 @@ class RolloutProtocol(HttpToolsProtocol):
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         return hmac.compare_digest(given.strip(), self.token) and scheme.lower() == b"bearer"
 
-    def _begin(self, head: _Head, length: int, data: bytes, offset: int) -> None:
+    def _begin(self, head: _Head, length: int, data: bytes | memoryview, offset: int) -> None:
         """A request begins in these bytes; most often it ends there too."""
         started = time.perf_counter()
         if len(data) - offset == length:
-            whole = cast(bytes, memoryview(data)[offset:]) if head.in_place else data[offset:]
+            body = memoryview(data)[offset:]
             self._answering = True
-            self._take(head, started, whole)
+            self._take(head, started, cast(bytes, slabs.join([body]) if head.in_place else body.tobytes()))
         else:
             self._post = post = _Post(head, length, started)
             self._fill(post, data, offset)
 
-    def _fill(self, post: _Post, data: bytes, offset: int) -> None:
+    def _fill(self, post: _Post, data: bytes | memoryview, offset: int) -> None:
         room = len(post.body) - post.filled
         given = len(data) - offset
         if given <= room:
@@ -170,7 +172,7 @@ class RolloutProtocol(HttpToolsProtocol):
         else:
             post.body[post.filled :] = memoryview(data)[offset : offset + room]
             post.filled += room
-            self._backlog = data[offset + room :]
+            self._backlog = bytes(data[offset + room :])
         self._look(post)
 
     def _look(self, post: _Post) -> None:
@@ -337,7 +339,7 @@ class RolloutConnection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         if self.protocol.room() is None:
-            self.protocol.data_received(bytes(self.scratch[:nbytes]))
+            self.protocol.data_received(self.scratch[:nbytes])
         else:
             self.protocol.filled(nbytes)
 

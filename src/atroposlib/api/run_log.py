@@ -284,7 +284,7 @@ class RunLog:
     def _archive(self, key: int, payload: bytes, *, binary: bool) -> None:
         import zstandard
 
-        packed = zstandard.ZstdCompressor(level=3).compress(payload)
+        packed = zstandard.ZstdCompressor(level=1).compress(payload)
         self._db.execute("INSERT OR IGNORE INTO archive VALUES (?,?,?,?)", (key, packed, int(binary), len(packed)))
         self._archived += len(packed)
 

@@ -1,4 +1,5 @@
 /* One pass over the JSON text of a scored group: finds the fields, checks and counts the numbers, leaves out white space.
+ * At the end, two helpers for whole arrays: are these floats finite, and zlib's checksum by the processor's own instructions.
  *
  * Compiled by atroposlib/api/native_scan.py where there is a C compiler; without one the same work is done in Python.
  * Everything is bounded by `end`; nothing is allocated; nothing is written but `out` (at most as long as the input),
@@ -7,10 +8,14 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__aarch64__) && defined(__linux__)
+#include <arm_acle.h>
+#include <sys/auxv.h>
+#endif
 
 typedef const uint8_t *text;
 
-enum { NOT_PLAIN = -1, MAX_FIELDS = 32, MAX_DIGITS = 280 };
+enum { NOT_PLAIN = -1, MAX_FIELDS = 32, MAX_DIGITS = 280, MAX_INTEGER = 9 };
 
 /* A field of the object: where its value is. For number fields in `out`, with its rows in `lengths`; else in the body. */
 typedef struct {
@@ -89,8 +94,9 @@ static text scan_row(text p, text end, int floats, uint8_t **out, int64_t *lengt
             if (*p == ' ') p++;
             if (*p <= ' ') p = skip_blank(p, end);
         }
+        text number = p;
         p = floats ? copy_float(p, end, out) : copy_integer(p, out);
-        if (p == NULL) return NULL;
+        if (p == NULL || (!floats && p - number > MAX_INTEGER)) return NULL; /* may not fit into 32 bits */
         numbers++;
         if (*p <= ' ') p = skip_blank(p, end);
     }
@@ -211,3 +217,37 @@ int64_t atropos_scan(text body, int64_t size, const char *names, const int32_t *
     if (p >= end || skip_blank(p + 1, end) != end) return NOT_PLAIN;
     return o - out;
 }
+
+/* 1 when every one of these float32 (at any address) is finite, else 0: an exponent of all ones is infinity or NaN. */
+int32_t atropos_all_finite(text data, int64_t count) {
+    uint32_t bad = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, data + 4 * i, 4);
+        bad |= (bits & 0x7F800000u) == 0x7F800000u;
+    }
+    return !bad;
+}
+
+/* CRC-32 as zlib's crc32(), continued from `crc`; -1 where the processor has no instructions for this polynomial. */
+#if defined(__aarch64__) && defined(__linux__)
+__attribute__((target("+crc"))) static uint32_t crc32_by_instruction(uint32_t crc, text p, text end) {
+    uint64_t eight;
+    for (; end - p >= 8; p += 8) {
+        memcpy(&eight, p, 8);
+        crc = __crc32d(crc, eight);
+    }
+    while (p < end) crc = __crc32b(crc, *p++);
+    return crc;
+}
+
+int64_t atropos_crc32(text data, int64_t size, uint32_t crc) {
+    if (!(getauxval(AT_HWCAP) & (1 << 7))) return -1; /* HWCAP_CRC32 */
+    return (uint32_t)~crc32_by_instruction(~crc, data, data + size);
+}
+#else
+int64_t atropos_crc32(text data, int64_t size, uint32_t crc) {
+    (void)data, (void)size, (void)crc;
+    return -1;
+}
+#endif

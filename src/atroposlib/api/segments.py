@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from atroposlib.api.events import Event, decode_event
+from atroposlib.api.native_scan import crc32
 from atroposlib.errors import JournalError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ _sync = getattr(os, "fdatasync", os.fsync)
 
 def record_bytes(lsn: int, event: bytes, payload: bytes) -> bytes:
     """Head and event of a record; the payload is written after it."""
-    checksum = zlib.crc32(payload, zlib.crc32(event, zlib.crc32(_NUMBER.pack(lsn))))
+    checksum = crc32(payload, zlib.crc32(_NUMBER.pack(lsn) + event))
     return _HEAD.pack(len(event), len(payload), checksum, lsn) + event
 
 
@@ -200,7 +201,7 @@ def _read_record(read: object) -> tuple[int, Event, bytes] | None:
     payload = take(payload_length)  # type: ignore[operator]
     if len(event) < event_length or len(payload) < payload_length:
         return None
-    if zlib.crc32(payload, zlib.crc32(event, zlib.crc32(_NUMBER.pack(lsn)))) != checksum:
+    if crc32(payload, zlib.crc32(_NUMBER.pack(lsn) + event)) != checksum:
         return None
     try:
         return lsn, decode_event(event), payload

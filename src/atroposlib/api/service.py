@@ -111,15 +111,7 @@ class RolloutService:
         async with self._batch_lock:
             if not self.store.started:
                 await self._do(Started(), lambda _: self.store.apply(Started()))
-            received = self.store.ledger.plain_received() if plain else []
-            if received:
-                await self._ack(received, keep=False)
-            batch = self.store.ledger.first_waiting() if plain else self.store.ledger.first_after(after)
-            if batch is not None:
-                self.store.ledger.lease(batch)
-                self.store.counters.batches_redelivered += 1
-            else:
-                batch = await self._form()
+            batch = await self._ack_and_choose(plain=plain, after=after)
             if batch is None:
                 return None
             self._sending[batch.seq] = asyncio.Event()
@@ -132,6 +124,33 @@ class RolloutService:
             self.undelivered(delivery)
             raise
         return delivery
+
+    async def _ack_and_choose(self, *, plain: bool, after: int | None) -> Batch | None:
+        """A plain client has what it received: note that; then the batch to deliver, None while there is none."""
+        ledger = self.store.ledger
+        received = ledger.plain_received() if plain else []
+        if received and ledger.first_waiting() is None:
+            return await self._ack_and_form(received)
+        if received:
+            await self._ack(received, keep=False)
+        batch = ledger.first_waiting() if plain else ledger.first_after(after)
+        if batch is None:
+            return await self._form()
+        ledger.lease(batch)
+        self.store.counters.batches_redelivered += 1
+        return batch
+
+    async def _ack_and_form(self, received: list[int]) -> Batch | None:
+        """Both in one commit: forming begins, as a task, right after the acknowledgement was given to the journal."""
+        forming = asyncio.ensure_future(self._form())
+        try:
+            await self._ack(received, keep=False)
+        except JournalError:
+            formed = (await asyncio.gather(forming, return_exceptions=True))[0]
+            if isinstance(formed, Batch):
+                self.store.ledger.give_back(formed.seq)  # nobody gets it this time
+            raise
+        return await forming
 
     async def _settle(self) -> None:
         for sending in list(self._sending.values()):

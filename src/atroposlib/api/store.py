@@ -42,6 +42,7 @@ from atroposlib.api.events import (
 )
 from atroposlib.api.leases import Batch, BatchLedger, LeaseState
 from atroposlib.api.observer import GroupEvent, StoreObserver
+from atroposlib.api.slabs import slabs
 from atroposlib.api.wire import WireError, WireGroup
 
 logger = logging.getLogger(__name__)
@@ -309,6 +310,8 @@ class RolloutStore:
         if env is not None and group.size != env.group_size:
             self._enqueue(env.pieces.add(group.key, group.size))
             answer = env.pieces.num_sequences
+            # It may wait for long: not in a slab that it would keep alive alone.
+            group.payload = bytes(payload)
         else:
             self._enqueue([group.key])
         if event.given_id:
@@ -357,6 +360,7 @@ class RolloutStore:
             self.retained_bytes += group.num_bytes
             if group.location is not None:
                 group.payload = None
+        slabs.trim()
 
     def _bound_retention(self) -> None:
         """Forget the oldest acknowledged batches when the trainer commits too rarely to keep them all."""
@@ -382,6 +386,7 @@ class RolloutStore:
                 if batch.retained:
                     self.retained_bytes -= group.num_bytes
                 self.on_forget(group)
+        slabs.trim()
 
     def register(self, event: Registered) -> None:
         """A trainer registered: its settings and step hold from now on; batches it does not have are delivered (again)."""
@@ -418,6 +423,7 @@ class RolloutStore:
         for group in self.groups.values():
             self.on_forget(group)
         self._clear()
+        slabs.trim()
 
     # ---- telling ------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import pydantic
@@ -24,6 +24,7 @@ from msgspec import Raw
 from atroposlib.api import native_scan
 from atroposlib.api.number_rows import NotPlainError, row_lengths
 from atroposlib.api.schemas import EXTRA_FIELDS, GROUP_FIELDS, ScoredData
+from atroposlib.api.slabs import slabs
 from atroposlib.errors import AtroposError
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class WireGroup:
     """A validated group: its bytes and the little that the store has to know."""
 
     payload: bytes
-    """JSON text or msgpack (`binary`), with all the 14 keys."""
+    """JSON text or msgpack (`binary`), with all the 14 keys; mostly a view of the memory of `atroposlib.api.slabs`."""
     binary: bool
     size: int
     """Sequences in the group."""
@@ -146,7 +147,7 @@ def _compiled(body: bytes) -> WireGroup:
             parts += (_KEY[name], text[name])
     parts.append(b"}")
     return WireGroup(
-        payload=b"".join(parts),
+        payload=cast(bytes, slabs.join(parts)),
         binary=False,
         size=len(lengths["tokens"]),
         num_tokens=sum(lengths["tokens"]),
@@ -323,6 +324,7 @@ def _slow_group(value: Any, loc: tuple[int, ...]) -> WireGroup:
                     *loc, "messages", sequence, turn, missing[0], kind="missing",
                 )  # fmt: skip
     try:
+        _check_ids(group)
         check_lengths(
             [len(row) for row in group["tokens"]],
             [len(row) for row in group["masks"]],
@@ -338,6 +340,20 @@ def _slow_group(value: Any, loc: tuple[int, ...]) -> WireGroup:
         error.detail[0]["loc"][1:1] = loc
         raise
     return group_from_dict(group, loc)
+
+
+def _check_ids(group: dict[str, Any]) -> None:
+    """Token ids fit into 32 bits, as in the binary form: a trainer could not take them. (Negative ones mark places.)"""
+    for name in ("tokens", "masks"):
+        for sequence, row in enumerate(group[name]):
+            if row and (max(row) >= 2**31 or min(row) < -(2**31)):
+                position, value = next((i, v) for i, v in enumerate(row) if not -(2**31) <= v < 2**31)
+                raise WireError(
+                    f"'{name}' of sequence {sequence} holds {value} at position {position}; ids must fit into 32 bits",
+                    name,
+                    sequence,
+                    position,
+                )
 
 
 def group_from_dict(group: dict[str, Any], loc: tuple[int, ...] = ()) -> WireGroup:

@@ -8,6 +8,7 @@ run-api --host 0.0.0.0 --token SECRET     reachable from other machines
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -124,6 +125,10 @@ def serve(options: argparse.Namespace) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, told_to_stop)
+    # What is loaded by now stays: the collector need not walk through it again and again while the queue grows.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000)
     try:
         server.run(sockets=[sock])
     finally:

@@ -342,6 +342,32 @@ def test_a_failed_sync_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest
     assert again.counters.groups_accepted == 0  # counters count what this process does
 
 
+def test_a_batch_that_could_not_be_noted_is_formed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acknowledging the last batch and forming the next are one commit; when it fails, nothing of it has happened."""
+
+    async def work(service: RolloutService) -> list[list[int]]:
+        await _fill(service, 3)
+        first = await service.next_batch(plain=True)
+        assert first is not None
+        await service.delivered(first)
+        assert service.journal is not None
+        before = service.journal.sync_count
+        with monkeypatch.context() as broken:
+            broken.setattr(service.journal.segments, "sync", _no_sync)
+            with pytest.raises(JournalError, match="cannot be written"):
+                await service.next_batch(plain=True)
+        assert [batch.state for batch in service.store.ledger.batches.values()] == [LeaseState.LEASED]
+        second = await service.next_batch(plain=True)
+        assert service.journal.sync_count == before + 1
+        assert second is not None
+        await service.delivered(second)
+        return [first.batch.keys, second.batch.keys]
+
+    store, keys = _run(tmp_path, work)
+    assert keys == [[1], [2]]
+    assert store.queue.num_groups == 1
+
+
 def _no_sync() -> None:
     raise OSError(5, "Input/output error")
 

@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -38,7 +40,7 @@ def outcome(body: bytes, *, native: bool) -> Any:
     finally:
         native_scan._library = library
     return (
-        json.loads(parsed.payload),
+        json.loads(bytes(parsed.payload)),
         parsed.size,
         parsed.num_tokens,
         parsed.scores,
@@ -169,7 +171,7 @@ def test_threads_do_not_share_buffers() -> None:
 
     def work(mark: int) -> None:
         for _ in range(100):
-            stored = json.loads(parse_json_groups(bodies[mark], many=False)[0].payload)
+            stored = json.loads(bytes(parse_json_groups(bodies[mark], many=False)[0].payload))
             if stored["tokens"][0][0] != mark:
                 wrong.append(mark)
 
@@ -195,3 +197,23 @@ def test_it_can_be_switched_off_and_a_folder_of_others_is_not_trusted(tmp_path: 
     assert run(XDG_CACHE_HOME=str(tmp_path)) == "False"
     assert run(XDG_CACHE_HOME=str(tmp_path / "own")) == "True"
     assert run(XDG_CACHE_HOME=str(tmp_path / "none"), CC="no-such-compiler") == "False"
+
+
+def test_the_helpers_agree_with_zlib_and_numpy() -> None:
+    rng = np.random.default_rng(0)
+    for size in (0, 1, 511, 512, 513, 4097, 100_003):
+        data = rng.bytes(size)
+        for form in (data, bytearray(data), memoryview(data), memoryview(bytearray(data))):
+            for start in (0, 1, 0xFFFFFFFF):
+                assert native_scan.crc32(form, start) == zlib.crc32(data, start)
+    for count in (0, 1, 3, 4, 1000):
+        numbers = rng.normal(size=count).astype("<f4")
+        at_odd_address = memoryview(bytearray(b"x" + numbers.tobytes()))[1:]
+        assert native_scan.all_finite(at_odd_address)
+        for bad in (np.nan, np.inf, -np.inf):
+            for position in {0, count // 2, count - 1} if count else ():
+                spoiled = numbers.copy()
+                spoiled[position] = bad
+                assert not native_scan.all_finite(memoryview(bytearray(spoiled.tobytes())))
+        extreme = np.full(count, np.finfo("f4").max, "<f4")
+        assert native_scan.all_finite(memoryview(bytearray(extreme.tobytes())))

@@ -45,13 +45,15 @@ def texts(draw: st.DrawFn, cell: st.SearchStrategy[str]) -> str:
 
 
 def expected(text: str, *, whole_numbers: bool) -> list[int] | None:
-    """What a careful reader says: the lengths, or None when some entry is not a finite number of the right kind."""
+    """What a careful reader says: the lengths, or None when some entry is not a finite number of the right kind and size."""
     value: Any = json.loads(text)
     if not value or not all(isinstance(row, list) for row in value):
         return None
     kinds = (int,) if whole_numbers else (int, float)
     for cell in (cell for row in value for cell in row):
         if isinstance(cell, bool) or not isinstance(cell, kinds):
+            return None
+        if whole_numbers and not -(2**31) <= cell < 2**31:
             return None
         if not whole_numbers and not (abs(cell) < 10**308 and math.isfinite(cell)):
             return None

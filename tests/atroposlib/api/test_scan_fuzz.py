@@ -44,7 +44,7 @@ def verdict(body: bytes, *, native: bool) -> Any:
         return None
     finally:
         native_scan._library = library
-    return json.loads(group.payload), group.size, group.num_tokens, group.scores, group.env_id, group.group_id
+    return json.loads(bytes(group.payload)), group.size, group.num_tokens, group.scores, group.env_id, group.group_id
 
 
 def check(body: bytes) -> None:

@@ -1,0 +1,84 @@
+"""Memory for queued groups: large mappings, filled from one end and used again, with huge pages where the system has them.
+
+A queue grows and shrinks by hundreds of megabytes. Taken from the heap, every group costs a page fault per 4 KiB on its way
+in and again as many pages to give back on its way out: more time than it takes to check the group. Here groups lie one after
+the other in mappings of `SLAB_BYTES`, which the system fills 2 MiB at a time. A mapping whose last group is gone is filled anew;
+when more than `SPARE_BYTES` are empty, the rest goes back to the system. Groups leave in the order in which they came, so few
+mappings are ever half empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import sys
+import threading
+from collections.abc import Sequence
+
+SLAB_BYTES = 16 * 2**20
+SPARE_BYTES = 256 * 2**20
+_ALIGN = 64
+
+
+class Slabs:
+    """Hands out pieces of memory; a piece is free when nobody refers to it any more. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mappings: list[mmap.mmap] = []  # the one that was begun last is the last
+        self._slab = memoryview(b"")  # the one that is being filled
+        self._used = 0
+
+    def take(self, length: int) -> memoryview:
+        """So many writable bytes, with anything in them."""
+        if length > SLAB_BYTES // 4:  # would leave too much of a mapping empty
+            return memoryview(_new_mapping(length))
+        with self._lock:
+            if self._used + length > len(self._slab):
+                self._begin_another()
+            start = self._used
+            self._used = (start + length + _ALIGN - 1) // _ALIGN * _ALIGN
+            return self._slab[start : start + length]
+
+    def join(self, parts: Sequence[bytes | memoryview]) -> memoryview:
+        """The parts one after the other in one piece."""
+        piece = self.take(sum(map(len, parts)))
+        position = 0
+        for part in parts:
+            end = position + len(part)
+            piece[position:end] = part
+            position = end
+        return piece
+
+    def trim(self) -> None:
+        """Groups are gone: give back what is empty and more than is kept for the next ones."""
+        if len(self._mappings) * SLAB_BYTES <= SPARE_BYTES:
+            return
+        with self._lock:
+            empty = self._empty()
+            for index in reversed(empty[SPARE_BYTES // SLAB_BYTES :]):
+                del self._mappings[index]
+
+    def _begin_another(self) -> None:
+        self._slab = memoryview(b"")  # a mapping is as empty as its groups say, not kept by this
+        empty = self._empty()
+        self._mappings.append(self._mappings.pop(empty[0]) if empty else _new_mapping(SLAB_BYTES))
+        self._slab, self._used = memoryview(self._mappings[-1]), 0
+
+    def _empty(self) -> list[int]:
+        """Which mappings nobody refers to: every piece of memory holds a reference to the mapping it is in."""
+        return [index for index in range(len(self._mappings)) if sys.getrefcount(self._mappings[index]) <= _OURS]
+
+
+def _new_mapping(length: int) -> mmap.mmap:
+    mapped = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system that was built without them
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
+
+
+_OURS = 2  # the list's reference and that of the question itself
+
+slabs = Slabs()
+"""Those of this process."""
