@@ -226,3 +226,37 @@ def test_max_model_len_shrinks_to_what_the_cache_holds() -> None:
 def test_impossible_settings_are_named(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=field):
         EngineConfig(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_steps_that_run_ahead_change_nothing(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: results are written down late, and several decode steps are in flight when a prefill is launched."""
+    from atlaslib.engine.model_runner import ModelRunner
+
+    model = tiny_causal_lm("llama")
+    prompts = [[3 + i, 8, 20 + i] * (1 + i % 4) for i in range(20)]
+    stops = list(range(100, 130))
+    params = [SamplingParams(n=1 + i % 2, max_tokens=3 + 2 * i, seed=i, stop_token_ids=stops) for i in range(20)]
+    config = EngineConfig(max_num_seqs=8, num_blocks=60, exact=True, check_model=False)
+    plain = Engine(model, config=config).generate(prompts, params)
+    monkeypatch.setattr(ModelRunner, "runs_ahead", True)
+    monkeypatch.setattr(ModelRunner, "decode_ahead", ahead)
+    monkeypatch.setattr(ModelRunner, "admit_share", 4)
+    engine = Engine(model, config=config)
+    most = 0
+    decode_step = engine.runner.decode_step
+
+    def counted(*args: Any) -> Any:
+        nonlocal most
+        most = max(most, len(engine._in_flight))
+        return decode_step(*args)
+
+    monkeypatch.setattr(engine.runner, "decode_step", counted)
+    replies = engine.generate(prompts, params)
+    for before, after in zip(plain, replies, strict=True):
+        assert [reply.token_ids for reply in before] == [reply.token_ids for reply in after]
+        assert [reply.logprobs for reply in before] == [reply.logprobs for reply in after]
+    assert {reply.finish_reason for group in replies for reply in group} == {"stop", "length"}
+    assert most == (1 if ahead == 0 else ahead)
+    assert engine.stats()["running"] == 0
+    assert engine.stats()["cache_used"] == 0.0
