@@ -1,6 +1,6 @@
 """A training run as a process of its own: ``python process_run.py settings.json``; writes weights.pt when it is done.
 
-``settings.json``: {"config": GRPOConfig fields, "tokenizer": folder, "resume": bool, "kill_at": step or null, "peft": bool}.
+``settings.json``: {"config": GRPOConfig fields, "tokenizer": folder, "resume": bool, "kill_at": step or null, "model": folder or null}.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, TrainerCallback
 
+from atlaslib.generation.weight_export import full_state
 from atlaslib.models.tiny import tiny_llama
 from atlaslib.trainers import GRPOConfig, GRPOTrainer
 
@@ -45,12 +46,16 @@ def kill_in_the_middle_of_saving(trainer: GRPOTrainer, step: int) -> None:
     trainer._save_optimizer_and_scheduler = half
 
 
+def make_model(tokenizer: Any) -> Any:
+    return tiny_llama(len(tokenizer), hidden=32, seed=1, eos_token_id=tokenizer.eos_token_id)
+
+
 def main(settings_file: str) -> None:
     torch.set_num_threads(1)
     settings = json.loads(Path(settings_file).read_text())
     tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"])
     config = GRPOConfig(**settings["config"])
-    model = tiny_llama(len(tokenizer), hidden=32, seed=1, eos_token_id=tokenizer.eos_token_id)
+    model = settings.get("model") or make_model(tokenizer)
     rows = [{"prompt": f"{'ab' * n} {n}:"} for n in range(1, 9)]
     trainer = GRPOTrainer(model, reward, config, train_dataset=rows, processing_class=tokenizer)
     if settings.get("kill_at"):
@@ -58,7 +63,10 @@ def main(settings_file: str) -> None:
     if settings.get("kill_while_saving"):
         kill_in_the_middle_of_saving(trainer, settings["kill_while_saving"])
     trainer.train(resume_from_checkpoint="auto" if settings.get("resume") else None)
-    state = trainer.accelerator.get_state_dict(trainer.model)
+    sharded_by_deepspeed = config.deepspeed is not None
+    state = (
+        dict(full_state(trainer.model)) if sharded_by_deepspeed else trainer.accelerator.get_state_dict(trainer.model)
+    )
     if trainer.is_world_process_zero():
         torch.save({name: value.cpu() for name, value in state.items()}, Path(config.output_dir) / "weights.pt")
     if torch.distributed.is_initialized():

@@ -3,113 +3,22 @@
 from __future__ import annotations
 
 import json
-import threading
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from vllm_like_server import VLLMLikeServer
 
 from atlaslib.errors import SamplerError
 from atlaslib.generation.vllm_server_sampler import VLLMClient
 from atlaslib.generation.weight_export import export_weights
 from atlaslib.models.tiny import tiny_llama
 from atlaslib.trainers import GRPOConfig, GRPOTrainer
-
-
-class VLLMLikeServer:
-    """vLLM's completion and reload routes over the embedded engine; ``stale_head`` reproduces the bug of a known build."""
-
-    def __init__(self, model: Any, *, port: int = 0, stale_head: bool = False, raw_logprobs: bool = False) -> None:
-        from atlaslib.engine import Engine
-
-        self.model, self.stale_head, self.raw_logprobs = model, stale_head, raw_logprobs
-        self.engine = Engine(model)
-        self.requests: list[dict[str, Any]] = []
-        self.weights_name = "default"
-        self.forgets_after: int | None = None
-        """requests after which it behaves like one that was started again"""
-        self.reloads: list[str] = []
-        self._lock = threading.Lock()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self._reply(outer.state(self.path))
-
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                with outer._lock:
-                    self._reply(outer.answer(self.path, json.loads(body) if body else {}))
-
-            def _reply(self, value: dict[str, Any]) -> None:
-                data = json.dumps(value).encode()
-                self.send_response(200)
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self.port = self.http.server_address[1]
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-
-    def state(self, path: str) -> dict[str, Any]:
-        if path == "/weight_info":
-            return {"weight_version": self.weights_name}
-        return {"data": [{"id": "served", "max_model_len": 200}]} if path == "/v1/models" else {}
-
-    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        if path == "/update_weight_version":
-            self.weights_name = body["new_version"]
-        if path == "/collective_rpc":
-            self.reloads.append(body["kwargs"]["weights_path"])
-            self._reload(Path(body["kwargs"]["weights_path"]))
-        return self._complete(body) if path == "/v1/completions" else {}
-
-    def _reload(self, folder: Path) -> None:
-        from safetensors.torch import load_file
-
-        state = load_file(folder / "model.safetensors")
-        if self.stale_head:
-            state.pop("lm_head.weight")
-        with self.engine.updating():
-            self.model.load_state_dict(state, strict=False)
-
-    def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        from atlaslib.engine import SamplingParams
-
-        self.requests.append(body)
-        if len(self.requests) == self.forgets_after:
-            self.weights_name = "default"
-        params = SamplingParams(
-            n=body["n"],
-            seed=body["seed"],
-            max_tokens=body["max_tokens"],
-            temperature=body["temperature"],
-            top_p=body["top_p"],
-            top_k=max(body["top_k"], 0),
-            stop_token_ids=body["stop_token_ids"],
-        )
-        choices = []
-        for completion in self.engine.generate([body["prompt"]], params)[0]:
-            values = completion.raw_logprobs if self.raw_logprobs else completion.temperature_logprobs
-            choices.append(
-                {
-                    "token_ids": completion.token_ids,
-                    "logprobs": {"token_logprobs": values},
-                    "finish_reason": completion.finish_reason,
-                }
-            )
-        return {"choices": choices}
-
-    def close(self) -> None:
-        self.http.shutdown()
-        self.http.server_close()
 
 
 @pytest.fixture
@@ -226,6 +135,32 @@ def test_environments_on_vllm_servers_get_the_weights_of_every_step(
     GRPOTrainer(make_model(tiny_tokenizer), args=config, processing_class=tiny_tokenizer, rollout_client=client).train()
     assert [[Path(folder).name for folder in reloads] for reloads in client.seen] == [["v0"], ["v0", "v1"]]
     assert server.weights_name.endswith("/v2")
+
+
+@pytest.mark.timeout(200)
+def test_two_sharded_processes_push_whole_weights_once(
+    serve: Any, tmp_path: Path, tiny_tokenizer_dir: Path, tiny_tokenizer: Any
+) -> None:
+    server = serve(make_model(tiny_tokenizer, seed=5))
+    config = {
+        "output_dir": str(tmp_path / "out"), "use_vllm_server": True, "vllm_host": "127.0.0.1", "vllm_port": server.port, "max_steps": 2,
+        "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "beta": 0.0, "learning_rate": 0.05,
+        "lr_scheduler_type": "constant", "warmup_ratio": 0.0, "report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
+    }  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps({"config": config, "tokenizer": str(tiny_tokenizer_dir)}))
+    script = Path(__file__).parents[2] / "invariants" / "process_run.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script), str(tmp_path / "run.json")]  # fmt: skip
+    sharding = {
+        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    }  # fmt: skip
+    variables = {**os.environ, **sharding, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=variables, text=True, capture_output=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert [Path(folder).name for folder in server.reloads] == ["v0", "v1"]
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    assert all(line["policy/mismatch_abs"] < 1e-4 for line in lines)
 
 
 def test_requests_are_spread_over_the_clients(serve: Any, train: Any, tiny_tokenizer: Any, free_port: int) -> None:
