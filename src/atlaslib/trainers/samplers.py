@@ -111,11 +111,12 @@ class SamplerHost:
             yield
 
     def close(self) -> None:
-        """Stop the server and the engine's thread; a later use starts anew."""
-        if self._server is not None:
-            self._server.stop()
+        """Stop the engine's thread and the server; a later use starts anew."""
+        # In this order, open requests are answered (503) before the server goes instead of being cut off.
         if self._thread is not None:
             self._thread.stop()
+        if self._server is not None:
+            self._server.stop()
         if self._sampler is not None:
             self._sampler.close()
         self._server = self._thread = self._sampler = self._engine = None
