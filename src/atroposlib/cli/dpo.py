@@ -11,13 +11,13 @@ from atroposlib.cli.group_collection import (
     Row,
     base_parser,
     check_for_batch,
+    exit_code,
     find_common_prefix,
     messages_of,
     register_to_api,
     run,
     split_texts,
 )
-from atroposlib.errors import AtroposError
 
 __all__ = ["check_for_batch", "dpo_data_grabber", "find_common_prefix", "grab_group_data", "main", "register_to_api"]
 
@@ -83,12 +83,7 @@ def dpo_data_grabber(argv: Sequence[str] | None = None, *, client: Any = None) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; a wrong setting is one line and exit code 2."""
-    try:
-        dpo_data_grabber(argv)
-    except AtroposError as error:
-        print(f"atropos-dpo-gen: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
-    return 0
+    return exit_code("atropos-dpo-gen", dpo_data_grabber, argv)
 
 
 if __name__ == "__main__":

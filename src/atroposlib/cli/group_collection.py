@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from atroposlib.errors import ConfigError
+from atroposlib.errors import AtroposError, ConfigError
 
 DEFAULT_TOKENIZER = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
 Row = dict[str, Any]
@@ -138,6 +139,16 @@ def run(
             return collect_rows(trainer, output, rows_of, tokenizer, num_rows=arguments.num_seqs_to_save, label=label)
         finally:
             trainer.close()
+
+
+def exit_code(command: str, grabber: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
+    """Run a command; a wrong setting is one line and exit code 2, another trouble of ours one line and 1."""
+    try:
+        grabber(argv)
+    except AtroposError as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    return 0
 
 
 def _connect(url: str) -> Any:

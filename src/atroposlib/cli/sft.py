@@ -10,13 +10,13 @@ from atroposlib.cli.group_collection import (
     Row,
     base_parser,
     check_for_batch,
+    exit_code,
     find_common_prefix,
     messages_of,
     register_to_api,
     run,
     split_texts,
 )
-from atroposlib.errors import AtroposError
 
 __all__ = ["check_for_batch", "find_common_prefix", "grab_group_data", "main", "register_to_api", "sft_data_grabber"]
 
@@ -78,12 +78,7 @@ def sft_data_grabber(argv: Sequence[str] | None = None, *, client: Any = None) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; a wrong setting is one line and exit code 2."""
-    try:
-        sft_data_grabber(argv)
-    except AtroposError as error:
-        print(f"atropos-sft-gen: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
-    return 0
+    return exit_code("atropos-sft-gen", sft_data_grabber, argv)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_config import small_config
 
 from atlaslib.errors import ConfigError
 from atlaslib.models.tiny import tiny_llama
@@ -21,22 +22,7 @@ PROMPTS = [{"prompt": f"{letter}="} for letter in "abcd"]
 
 
 def config(folder: Path, **changes: Any) -> GRPOConfig:
-    values: dict[str, Any] = {
-        "beta": 0.0,
-        "per_device_train_batch_size": 16,
-        "num_generations": 4,
-        "temperature": 1.0,
-        "learning_rate": 3e-3,
-    }
-    values |= {
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "max_completion_length": 4,
-        "warmup_ratio": 0.0,
-        "max_steps": 40,
-    }
-    return GRPOConfig(output_dir=str(folder), **{**values, **changes})
+    return small_config(folder, **{"max_completion_length": 4, "max_steps": 40, **changes})
 
 
 def make(folder: Path, tokenizer: Any, **changes: Any) -> GKDTrainer:

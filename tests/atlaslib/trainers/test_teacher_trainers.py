@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_config import small_config
 
 from atlaslib.errors import ConfigError
 from atlaslib.generation.students import StudentReply
@@ -32,22 +33,7 @@ TEMPLATES = {
 
 
 def config(folder: Path, **changes: Any) -> GRPOConfig:
-    values: dict[str, Any] = {
-        "beta": 0.0,
-        "per_device_train_batch_size": 16,
-        "num_generations": 4,
-        "temperature": 1.0,
-        "learning_rate": 3e-3,
-    }
-    values |= {
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "max_completion_length": 8,
-        "warmup_ratio": 0.0,
-        "max_steps": 2,
-    }
-    return GRPOConfig(output_dir=str(folder), **{**values, **TEMPLATES, **changes})
+    return small_config(folder, **{"max_completion_length": 8, "max_steps": 2, **TEMPLATES, **changes})
 
 
 def chat(text: str) -> list[dict[str, str]]:
