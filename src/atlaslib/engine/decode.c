@@ -109,12 +109,17 @@ INLINE void tile(const float *x, const float *w, const float *bias, float *y, in
             vec weights = *(const vec *)(w + o * in + i);
             for (int r = 0; r < rows; r++) sums[r][o] += weights * *(const vec *)(x + r * in + i);
         }
-    for (int r = 0; r < rows; r++)
-        for (int o = 0; o < outs; o++) {
-            float sum = total(sums[r][o]);
-            for (int64_t rest = i; rest < in; rest++) sum += x[r * in + rest] * w[o * in + rest];
-            y[r * out + o] = bias ? sum + bias[o] : sum;
-        }
+    for (; i < in; i++)
+#pragma GCC unroll 4
+        for (int o = 0; o < outs; o++)
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) sums[r][o][0] += x[r * in + i] * w[o * in + i];
+#pragma GCC unroll 4
+    for (int o = 0; o < outs; o++) {
+        float shift = bias ? bias[o] : 0.0f;
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) y[r * out + o] = total(sums[r][o]) + shift;
+    }
 }
 
 INLINE void rows_of(const float *x, const float *w, const float *bias, float *y, int64_t rows, int64_t in, int64_t out, int outs) {
