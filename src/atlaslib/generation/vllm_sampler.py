@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from atlaslib.errors import MissingExtraError, SamplerError
 from atlaslib.generation.protocol import PROBE_TOKENS, Request, SampledCompletion, SamplingSettings
 from atlaslib.generation.vllm_weights import WeightFolder, probe_ids, trainer_scorer
@@ -28,6 +30,8 @@ class VLLMSampler:
         self._version: int | None = trainer.policy_version
         if config.vllm_device not in (None, "auto"):
             os.environ["VLLM_DEVICE"] = str(config.vllm_device)
+        self._sleep_level = config.vllm_sleep_level if can_sleep() else 0
+        self._asleep = False
         self._llm = vllm.LLM(
             model=str(self._folder.write(trainer.policy_version)),
             dtype=config.vllm_dtype or "auto",
@@ -35,7 +39,7 @@ class VLLMSampler:
             max_model_len=config.vllm_max_model_len,
             enforce_eager=config.enforce_eager,
             enable_prefix_caching=config.enable_prefix_caching,
-            enable_sleep_mode=config.vllm_sleep_level > 0,
+            enable_sleep_mode=self._sleep_level > 0,
             logprobs_mode="processed_logprobs" if config.unbias_log_probabilities else "raw_logprobs",
             seed=config.seed,
         )
@@ -44,6 +48,7 @@ class VLLMSampler:
         """Reload the weights of a new version and verify them."""
         if self._version == version:
             return
+        self._wake()
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self._folder.write(version))})
         self._llm.reset_prefix_cache()
         self._verify(version)
@@ -51,14 +56,18 @@ class VLLMSampler:
 
     def generate(self, requests: list[Request], settings: SamplingSettings) -> list[list[SampledCompletion]]:
         """``n`` completions per request, in order; vLLM sleeps in between when asked to."""
-        level = self._config.vllm_sleep_level
-        if level:
-            self._llm.wake_up()
+        self._wake()
         prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
         outputs = self._llm.generate(prompts, [self._params(request, settings) for request in requests], use_tqdm=False)
-        if level:
-            self._llm.sleep(level=level)
+        if self._sleep_level:
+            self._llm.sleep(level=self._sleep_level)
+            self._asleep = True
         return [[self._sampled(completion) for completion in output.outputs] for output in outputs]
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._llm.wake_up()
+            self._asleep = False
 
     def close(self) -> None:
         """Let the engine go."""
@@ -104,3 +113,8 @@ class VLLMSampler:
                 f"the in-process vLLM does not carry the weights of version {version}: log-probs differ by {gap:.3g} on average "
                 f"(allowed {self._config.vllm_probe_tolerance:g})"
             )
+
+
+def can_sleep() -> bool:
+    """vLLM refuses sleep mode where there is no GPU memory to give back."""
+    return torch.cuda.is_available()

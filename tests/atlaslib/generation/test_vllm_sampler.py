@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from atlaslib.errors import SamplerError
+from atlaslib.generation import vllm_sampler
 from atlaslib.models.tiny import tiny_llama
 from atlaslib.trainers import GRPOConfig, GRPOTrainer
 
@@ -116,7 +117,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_tokenizer: Any
     return make
 
 
-def test_settings_reach_the_engine_and_weights_follow(trainer: Any) -> None:
+def test_settings_reach_the_engine_and_weights_follow(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_sampler, "can_sleep", lambda: True)
     run = trainer()
     run.train()
     made = StandIn.made
@@ -124,11 +126,13 @@ def test_settings_reach_the_engine_and_weights_follow(trainer: Any) -> None:
     assert (made["enforce_eager"], made["enable_prefix_caching"], made["enable_sleep_mode"]) == (False, True, True)
     assert made["logprobs_mode"] == "processed_logprobs"
     assert StandIn.calls.count("reload_weights") == 1
-    assert StandIn.calls[:3] == ["wake_up", "generate", "sleep1"]
+    # awake while weights are written
+    assert StandIn.calls[:5] == ["generate", "sleep1", "wake_up", "reload_weights", "reset_prefix_cache"]
     assert all(sample.policy_versions == [1] for sample in run.step_samples)
 
 
-def test_sleep_level_zero_never_sleeps(trainer: Any) -> None:
+def test_sleep_level_zero_never_sleeps(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_sampler, "can_sleep", lambda: True)
     trainer(vllm_sleep_level=0, max_steps=1).train()
     assert StandIn.calls == ["generate"]
 
