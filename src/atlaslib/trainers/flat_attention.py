@@ -126,9 +126,10 @@ def _attend(
     index = plan.gather.reshape(-1)
 
     def spread(tensor: torch.Tensor) -> torch.Tensor:
-        """[S, heads, W, D]"""
-        heads, _, dim = tensor.shape[1:]
-        return tensor[0].index_select(1, index).view(heads, samples, width, dim).transpose(0, 1)
+        """[S, heads, W, D]; all heads of a token lie together and are moved together"""
+        heads, tokens, dim = tensor.shape[1:]
+        rows = tensor[0].transpose(0, 1).reshape(tokens, heads * dim).index_select(0, index)
+        return rows.view(samples, width, heads, dim).transpose(1, 2)
 
     output = torch.nn.functional.scaled_dot_product_attention(
         spread(query),
@@ -138,8 +139,8 @@ def _attend(
         scale=scaling,
         is_causal=True,
     )
-    flat = output.transpose(1, 2).reshape(samples * width, query.shape[1], value.shape[-1])
-    return flat.index_select(0, plan.place).unsqueeze(0), None
+    flat = output.transpose(1, 2).reshape(samples * width, -1).index_select(0, plan.place)
+    return flat.view(1, -1, query.shape[1], value.shape[-1]), None
 
 
 def _flash_applies(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
