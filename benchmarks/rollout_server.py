@@ -336,7 +336,8 @@ def measure_status(setup: Setup, kind: str, folder: Path, queue_lengths: list[in
             drive(server.port, setup.client_core, fill)
             queued = length
             ask = Load(name="ask", method="GET", path="/status-env", headers=JSON_HEADERS, body=question, count=300)
-            result[length] = drive(server.port, setup.client_core, ask)["ask"]["p50_ms"]
+            medians = [drive(server.port, setup.client_core, ask)["ask"]["p50_ms"] for _ in range(3)]
+            result[length] = min(medians)  # of three rounds the one that other work on the machine disturbed least
         return result
     finally:
         server.stop()

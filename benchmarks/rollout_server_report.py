@@ -247,7 +247,6 @@ group is on disk before the reply) but for the live page, `page` is with it. Rat
 ## Aims
 
 {table(["what", "asked", "measured", "reached"], aim_rows(results))}
-
 ## Posting groups of {SEQUENCES} sequences and taking batches of {BATCH}
 
 {table(COLUMNS, table_rows(results))}

@@ -156,7 +156,7 @@ def finish(run: Run, threads: list[threading.Thread], sizes: tuple[int, ...]) ->
         _post_one_more(run, len(sizes) - 1, sizes[-1])
     _fill_the_last_batch(run, len(sizes), sizes)
     run.drained.set()
-    threads[-1].join(60)
+    threads[-1].join(240)  # on a busy disk a batch takes three slow syncs, and hundreds are left
     run.give_up.set()
     if run.errors:
         raise run.errors[0]

@@ -20,6 +20,7 @@ import numpy as np
 from atroposlib import native
 from atroposlib.api.number_rows import NotPlainError
 from atroposlib.api.schemas import EXTRA_FIELDS, GROUP_FIELDS
+from atroposlib.api.slabs import new_mapping
 
 SOURCE = Path(__file__).with_name("scan.c")
 FIELDS = (*GROUP_FIELDS, *EXTRA_FIELDS)
@@ -146,9 +147,9 @@ def _buffers(size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.
         _local.out = np.empty(0, np.uint8)
     out = _local.out
     if out.size < size:
-        out = np.empty(max(size, 2**16), np.uint8)
-        if size <= _KEPT_BUFFER:
-            _local.out = out
+        if size > _KEPT_BUFFER:  # not from the heap, which would keep it for this thread
+            return np.frombuffer(new_mapping(size), np.uint8), _local.spans, _local.lengths
+        out = _local.out = np.empty(max(size, 2**16), np.uint8)
     return out, _local.spans, _local.lengths
 
 

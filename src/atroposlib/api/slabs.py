@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-SLAB_BYTES = 16 * 2**20
+SLAB_BYTES = 64 * 2**20
 SPARE_BYTES = 256 * 2**20
 _ALIGN = 64
 
@@ -32,7 +32,7 @@ class Slabs:
     def take(self, length: int) -> memoryview:
         """So many writable bytes, with anything in them."""
         if length > SLAB_BYTES // 4:  # would leave too much of a mapping empty
-            return memoryview(_new_mapping(length))
+            return memoryview(new_mapping(length))
         with self._lock:
             if self._used + length > len(self._slab):
                 self._begin_another()
@@ -62,7 +62,7 @@ class Slabs:
     def _begin_another(self) -> None:
         self._slab = memoryview(b"")  # a mapping is as empty as its groups say, not kept by this
         empty = self._empty()
-        self._mappings.append(self._mappings.pop(empty[0]) if empty else _new_mapping(SLAB_BYTES))
+        self._mappings.append(self._mappings.pop(empty[0]) if empty else new_mapping(SLAB_BYTES))
         self._slab, self._used = memoryview(self._mappings[-1]), 0
 
     def _empty(self) -> list[int]:
@@ -70,7 +70,8 @@ class Slabs:
         return [index for index in range(len(self._mappings)) if sys.getrefcount(self._mappings[index]) <= _OURS]
 
 
-def _new_mapping(length: int) -> mmap.mmap:
+def new_mapping(length: int) -> mmap.mmap:
+    """Memory that goes back to the system as soon as nobody refers to it; for what is large and short-lived, too."""
     mapped = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system that was built without them
