@@ -25,7 +25,7 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 _FORM = (torch.float32, "cpu")
 _NUM_ENDS = 4  # tensors that belong to no layer
 _CHANGING_ROTARY = ("dynamic", "longrope")  # frequencies depend on the length of the context
-_MIN_ROWS = 8  # below twice as many, handing rows to another thread costs more than it saves
+_MIN_ROWS = 4  # a thread takes at least so many rows, a tile of decode.c
 
 
 class _Shape(ctypes.Structure):
