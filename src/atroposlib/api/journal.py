@@ -25,6 +25,7 @@ import errno
 import fcntl
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -81,9 +82,7 @@ class Journal:
         self.failed_writes = 0
         self._live: dict[int, int] = {}  # groups still needed, by segment
         self._gathered: list[_Write] = []  # of this turn of the loop
-        self._pending: list[_Write] = []  # handed over to the thread
-        self._wake = threading.Condition()
-        self._stopping = False
+        self._handed: queue.SimpleQueue[list[_Write] | None] = queue.SimpleQueue()  # to the thread; None is the end
         self._lock_file: Any = None
         self._snapshot_lsn = 0
         self._applied_lsn = 0
@@ -153,11 +152,8 @@ class Journal:
     async def close(self) -> None:
         """Write what is waiting, take a last snapshot, give the folder back."""
         self.is_open = False
-        with self._wake:
-            self._pending += self._gathered
-            self._gathered.clear()
-            self._stopping = True
-            self._wake.notify()
+        self._hand_over()
+        self._handed.put(None)
         await asyncio.to_thread(self._thread.join)
         await asyncio.sleep(0)  # lets the last completions run
         if self._tidying is not None:
@@ -181,21 +177,14 @@ class Journal:
         return future
 
     def _hand_over(self) -> None:
-        with self._wake:
-            self._pending += self._gathered
-            self._wake.notify()
-        self._gathered.clear()
+        gathered, self._gathered = self._gathered, []
+        self._handed.put(gathered)
 
     def _write_loop(self) -> None:
         """The writer thread."""
-        last_sync, unsynced = time.monotonic(), False
-        while True:
-            with self._wake:
-                while not self._pending and not self._stopping:
-                    if not self._wake.wait(self.interval_s) and unsynced:
-                        break
-                batch, self._pending = self._pending, []
-                stopping = self._stopping
+        last_sync, unsynced, ended = time.monotonic(), False, False
+        while not ended:
+            batch, ended = self._waiting(self.interval_s if unsynced and self.durability == "interval" else None)
             if batch:
                 self._write_or_fail(batch)
                 unsynced = self.durability != "safe"
@@ -205,9 +194,19 @@ class Journal:
             if batch:
                 rotated = self.segments.size >= self.segment_bytes and self._rotate()
                 self._loop.call_soon_threadsafe(self._complete, batch, rotated)
-            elif stopping:
-                self._sync()
-                return
+        self._sync()
+
+    def _waiting(self, timeout: float | None) -> tuple[list[_Write], bool]:
+        """All that was handed over, as soon as there is something or the time is up; and whether nothing more will come."""
+        batch: list[_Write] = []
+        try:
+            given = self._handed.get(timeout=timeout)
+            while given is not None:
+                batch += given
+                given = self._handed.get_nowait()
+        except queue.Empty:
+            return batch, False
+        return batch, True
 
     def _write_or_fail(self, batch: list[_Write]) -> None:
         try:

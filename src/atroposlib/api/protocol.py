@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from atroposlib.api.hot_routes import HotRoutes, answer_one, refusal_reply
-from atroposlib.api.slabs import slabs
+from atroposlib.api.slabs import Window, slabs
 
 _BEGINNING = b"POST /scored_data"
 _HEAD = re.compile(rb"POST (/scored_data|/scored_data_list) HTTP/1\.1\r\n")
@@ -59,6 +59,8 @@ class RolloutProtocol(HttpToolsProtocol):
 
     hot: HotRoutes
     token: bytes | None = None
+    window: Window
+    """Where what comes is read into, but for the rest of a long body; one for all connections, as it is used up at once."""
     heads: ClassVar[dict[bytes, _Head]] = {}
     """Heads seen before, without the digits of the content length: clients send the same one again and again."""
     _common: ClassVar[tuple[list[tuple[bytes, bytes]], bytes]] = ([], b"")
@@ -156,12 +158,19 @@ class RolloutProtocol(HttpToolsProtocol):
         """A request begins in these bytes; most often it ends there too."""
         started = time.perf_counter()
         if len(data) - offset == length:
-            body = memoryview(data)[offset:]
             self._answering = True
-            self._take(head, started, cast(bytes, slabs.join([body]) if head.in_place else body.tobytes()))
+            self._take(head, started, self._whole(head, data, offset))
         else:
             self._post = post = _Post(head, length, started)
             self._fill(post, data, offset)
+
+    def _whole(self, head: _Head, data: bytes | memoryview, offset: int) -> bytes:
+        """A body that came in one piece, where it may stay."""
+        if not head.in_place:
+            return bytes(data[offset:])
+        read_here = isinstance(data, memoryview)  # into the window; a backlog is bytes
+        body = self.window.keep(offset, len(data)) if read_here else slabs.join([memoryview(data)[offset:]])
+        return cast(bytes, body)  # nobody writes to it any more
 
     def _fill(self, post: _Post, data: bytes | memoryview, offset: int) -> None:
         room = len(post.body) - post.filled
@@ -318,11 +327,9 @@ class RolloutProtocol(HttpToolsProtocol):
 
 
 class RolloutConnection(asyncio.BufferedProtocol):
-    """What the transport talks to: reads the rest of a long body straight into its place, and anything else into `scratch`."""
+    """What the transport talks to: reads the rest of a long body straight into its place, and anything else into the window."""
 
     protocol_class: type[RolloutProtocol]
-    scratch: memoryview
-    """One for all connections: what was read is used up before anything else is read."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.protocol = protocol = self.protocol_class(*args, **kwargs)
@@ -335,11 +342,11 @@ class RolloutConnection(asyncio.BufferedProtocol):
         self.protocol.connection_made(cast(asyncio.Transport, transport))
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self.protocol.room() or self.scratch
+        return self.protocol.room() or self.protocol.window.view
 
     def buffer_updated(self, nbytes: int) -> None:
         if self.protocol.room() is None:
-            self.protocol.data_received(self.scratch[:nbytes])
+            self.protocol.data_received(self.protocol.window.view[:nbytes])
         else:
             self.protocol.filled(nbytes)
 
@@ -347,6 +354,6 @@ class RolloutConnection(asyncio.BufferedProtocol):
 def protocol_for(hot: HotRoutes, token: str | None) -> type[RolloutConnection]:
     """The protocol class for uvicorn's `http` option."""
     bound: dict[str, Any] = {"hot": hot, "token": token.encode() if token else None, "heads": {}}
+    bound["window"] = Window(slabs, _SCRATCH)
     protocol: type[RolloutProtocol] = type("BoundRolloutProtocol", (RolloutProtocol,), bound)
-    parts = {"protocol_class": protocol, "scratch": memoryview(bytearray(_SCRATCH))}
-    return type("BoundRolloutConnection", (RolloutConnection,), parts)
+    return type("BoundRolloutConnection", (RolloutConnection,), {"protocol_class": protocol})
