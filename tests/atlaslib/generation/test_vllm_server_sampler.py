@@ -163,10 +163,20 @@ def test_two_sharded_processes_push_whole_weights_once(
     assert all(line["policy/mismatch_abs"] < 1e-4 for line in lines)
 
 
-def test_requests_are_spread_over_the_clients(serve: Any, train: Any, tiny_tokenizer: Any, free_port: int) -> None:
-    first = serve(make_model(tiny_tokenizer), port=free_port)
-    second = serve(make_model(tiny_tokenizer), port=free_port + 1)
-    train(free_port, num_vllm_clients=2, max_steps=1)
+def two_neighbours(serve: Any, tiny_tokenizer: Any) -> tuple[Any, Any]:
+    """Servers on a port and the next one, wherever both are free."""
+    for _ in range(20):
+        first = serve(make_model(tiny_tokenizer))
+        try:
+            return first, serve(make_model(tiny_tokenizer), port=first.port + 1)
+        except OSError:  # somebody else has it
+            continue
+    raise AssertionError("no two free ports side by side")
+
+
+def test_requests_are_spread_over_the_clients(serve: Any, train: Any, tiny_tokenizer: Any) -> None:
+    first, second = two_neighbours(serve, tiny_tokenizer)
+    train(first.port, num_vllm_clients=2, max_steps=1)
     assert [sum(body["n"] == 4 for body in server.requests) for server in (first, second)] == [1, 1]
 
 
