@@ -21,13 +21,27 @@ logger = logging.getLogger(__name__)
 
 def load(source: Path, *flags: str) -> ctypes.CDLL | None:
     """The library of this source, compiled if it is not in the cache; None, and a line in the log, when that is not possible."""
-    if os.environ.get("ATROPOS_NATIVE", "1") == "0":
+    if not enabled():
         return None
     try:
         return ctypes.CDLL(str(_compiled(source, flags)))
     except (OSError, subprocess.SubprocessError) as error:
         logger.info("Python does the work of %s: it could not be compiled or loaded (%s)", source.name, error)
         return None
+
+
+def enabled() -> bool:
+    """Whether compiled code may be used at all."""
+    return os.environ.get("ATROPOS_NATIVE", "1") != "0"
+
+
+def address(data: bytes | bytearray | memoryview) -> bytes | int | None:
+    """What to give to C as the place of these bytes; None where that is not cheap to find out. The caller keeps the bytes alive."""
+    if isinstance(data, bytes) or not data:
+        return bytes(data)
+    if isinstance(data, memoryview) and (data.readonly or not data.c_contiguous):
+        return None
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
 def _compiled(source: Path, flags: tuple[str, ...]) -> Path:

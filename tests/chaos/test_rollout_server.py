@@ -122,7 +122,7 @@ class Run:
 
 def start_run(folder: Path, sizes: tuple[int, ...]) -> Run:
     """A server on a fixed port with a data folder, a registered trainer, and one environment per group size."""
-    server = ForkedServer(folder, "--data-dir", str(folder / "data")).start()
+    server = ForkedServer(folder, "--data-dir", str(folder / "data"), "--segment-mb", "0.02").start()
     wire = Wire(server.port, threading.Event())
     wire.ask("POST", "/register", REGISTRATION)
     assert wire.ask("GET", "/batch?client=ours")["batch"] is None
@@ -258,7 +258,7 @@ def test_live_clients_carry_on_over_restarts(tmp_path: Path) -> None:
     """`EnvClient` and `TrainerClient` are never told that the server died five times."""
     from atroposlib.api.client import EnvClient, TrainerClient
 
-    server = ForkedServer(tmp_path, "--data-dir", str(tmp_path / "data")).start()
+    server = ForkedServer(tmp_path, "--data-dir", str(tmp_path / "data"), "--segment-mb", "0.005").start()
     received: list[list[list[int]]] = []
     seqs: list[int] = []
     wanted = 40

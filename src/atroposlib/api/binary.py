@@ -15,8 +15,8 @@ the server never turns one form into the other for clients that read both.
 from __future__ import annotations
 
 import math
-import struct
-from typing import Any
+import sys
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -164,12 +164,11 @@ def _check_sayable(value: Any, name: str) -> None:
         ) from None
 
 
-def _items(data: memoryview, kind: str, dtype: np.dtype[Any], name: str) -> list[Any]:
+def _items(data: memoryview, kind: Literal["i", "d"], dtype: np.dtype[Any], name: str) -> list[Any]:
     """A short array as a list; numpy would take longer to begin than this to end."""
-    count, rest = divmod(len(data), dtype.itemsize)
-    if rest:
-        _array(data, dtype, name)  # says what is wrong
-    return list(struct.unpack(f"<{count}{kind}", data))
+    if len(data) % dtype.itemsize or sys.byteorder != "little":
+        return list(_array(data, dtype, name).tolist())  # or says what is wrong
+    return data.cast(kind).tolist()
 
 
 def _array(data: memoryview, dtype: np.dtype[Any], name: str) -> np.ndarray[Any, Any]:

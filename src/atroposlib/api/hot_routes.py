@@ -16,6 +16,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from atroposlib.api import binary
+from atroposlib.api.journal import Done
 from atroposlib.api.middleware import (
     OFF_LOOP_BYTES,
     ASGIApp,
@@ -157,14 +158,14 @@ class HotRoutes:
         """Whether such a body is kept byte for byte, so that any buffer will do and none has to be copied."""
         return path == "/scored_data" and not encoding and content_type.startswith(_BINARY)
 
-    def take_one(self, body: bytes, content_type: bytes) -> int | asyncio.Future[int]:
-        """Validate and store one group here and now: the answer, or a future of it; one of REFUSALS."""
+    def take_one(self, body: bytes, content_type: bytes, answered: Done) -> int | None:
+        """Validate and store one group here and now: the answer, or None: `answered` will be called with it; one of REFUSALS."""
         parse = binary.parse_binary_groups if content_type.startswith(_BINARY) else parse_json_groups
         env_id: int | None = None
         try:
             group = parse(body, many=False)[0]
             env_id = group.env_id
-            return self.service.submit_one(group)
+            return self.service.submit_one(group, answered)
         except WireError as error:
             self.service.rejected(env_id, str(error))
             raise

@@ -1,18 +1,18 @@
 """The journal: every event on disk before it is answered, so that a killed server comes back where it was.
 
 A data folder holds
-    <number>.log    segments of records, appended to; the name is the number of the first record
+    <number>.log    segments of records, written one after the other; the name is the number of the first record
+    <number>.spare  a segment that was needed once; the next one is written over it
     snapshot        the small state (no payloads) as of some record, replaced atomically
     lock            held by the one server that uses the folder
 
-The records of one turn of the event loop are handed over together. One writer thread takes all that are waiting, writes them with
-one system call and syncs once (group commit); while it syncs, the next ones gather. Records are applied to the store on the
-event loop, in the order in which they are on disk, and only then answered. A record that does not fit on the disk is cut off
-again and its request fails; nothing else is harmed.
+The records of a few turns of the event loop are a commit, which a thread writes with one system call and syncs once (`committer`); while
+it does, the next ones gather. Records are applied to the store on the event loop, in the order in which they are on disk, and only
+then answered. A record that does not fit on the disk is cut off again and its request fails; nothing else is harmed.
 
 At start the snapshot is restored (payloads are read from where they lie) and the records after it are applied; a torn record at
 the very end is cut off. A new snapshot is taken whenever a segment is full; segments in which no group is needed any more and
-which the snapshot covers are deleted.
+which the snapshot covers are given up.
 
 Durability: `safe` syncs before answering (survives a power cut); `interval` writes before answering and syncs every second;
 `none` leaves syncing to the operating system. All three survive the death of the process.
@@ -25,14 +25,13 @@ import errno
 import fcntl
 import logging
 import os
-import queue
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple
 
+from atroposlib.api import committer
 from atroposlib.api.events import Event, GroupAdded, encode_event
 from atroposlib.api.segments import Segments, record_bytes
 from atroposlib.api.snapshot import restore_snapshot, take_snapshot
@@ -41,19 +40,31 @@ from atroposlib.errors import JournalError
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+Done = Callable[[Any, Exception | None], None]
+"""Called on the loop with what applying the event gave, or with the reason why it was not written."""
 Durability = Literal["safe", "interval", "none"]
 Location = tuple[int, int, int]
-_MAX_PARTS = 512  # buffers in one writev
 _LOOK_AT_DISK_S = 0.02
+_ENOUGH_BYTES = 2**20
+_ENOUGH_TURNS = 16
+
+
+class _Snapshot(NamedTuple):
+    """The small state after record `lsn`, and the segments in which it has groups."""
+
+    data: bytes
+    lsn: int
+    live: set[int]
 
 
 @dataclass(slots=True)
 class _Write:
+    """A record on its way to the disk."""
+
     event: bytes
     payload: bytes
-    apply: Callable[[Any], Any]
-    future: asyncio.Future[Any]
+    apply: Callable[[Location | None], Any]
+    done: Done
     location: Location | None = None
     error: OSError | None = None
     lsn: int = 0
@@ -81,10 +92,14 @@ class Journal:
         self.sync_count = 0
         self.failed_writes = 0
         self._live: dict[int, int] = {}  # groups still needed, by segment
-        self._gathered: list[_Write] = []  # of this turn of the loop
-        self._handed: queue.SimpleQueue[list[_Write] | None] = queue.SimpleQueue()  # to the thread; None is the end
+        self._gathered: list[_Write] = []  # for the next commit
+        self._batch: list[_Write] = []  # of the commit that is being written
+        self._size_then = self._lsn_then = 0  # of the segment, when it is there
+        self._busy = False
+        self._idle: asyncio.Future[None] | None = None  # somebody waits for the end of all commits
+        self._aside: asyncio.Future[None] | None = None  # what has to happen on a thread before the next commit
+        self._unsynced_since: float | None = None
         self._lock_file: Any = None
-        self._snapshot_lsn = 0
         self._applied_lsn = 0
         self._free_bytes, self._looked_at = 0, 0.0
         self._tidying: asyncio.Future[None] | None = None
@@ -103,10 +118,10 @@ class Journal:
         store.ledger.settle_after_restart()
         self._applied_lsn = self.segments.next_lsn - 1
         self.segments.start_new()
+        await asyncio.to_thread(committer.prepare)
+        self._committer = committer.new_committer(self._committed)
         self.is_open = True
-        self._thread = threading.Thread(target=self._write_loop, name="journal", daemon=True)
-        self._thread.start()
-        await self._tidy()
+        await asyncio.to_thread(self._keep, self._snapshot())
         if records or store.groups:
             logger.info(
                 "read the journal in %s: %d groups stored, %d batches open, step %d (%d records, %.2f s)",
@@ -136,11 +151,11 @@ class Journal:
         """Restore the snapshot and apply what came after it. Returns the number of records applied."""
         store = self._store
         store.on_forget = self._forgotten
-        self._snapshot_lsn = restore_snapshot(self.folder / "snapshot", store, self.segments.read)
+        after = restore_snapshot(self.folder / "snapshot", store, self.segments.read)
         for group in store.groups.values():
             self._needed(group.location)
         count = 0
-        for lsn, event, payload, location in self.segments.records_after(self._snapshot_lsn):
+        for lsn, event, payload, location in self.segments.records_after(after):
             if isinstance(event, GroupAdded) and event.given_id and store.seen.get(event.group_id) is not None:
                 continue  # refused after all when it came first, and sent again: it counts once
             self._needed(location)
@@ -152,94 +167,171 @@ class Journal:
     async def close(self) -> None:
         """Write what is waiting, take a last snapshot, give the folder back."""
         self.is_open = False
-        self._hand_over()
-        self._handed.put(None)
-        await asyncio.to_thread(self._thread.join)
-        await asyncio.sleep(0)  # lets the last completions run
+        while self._busy or self._gathered:
+            self._idle = self._loop.create_future()
+            await self._idle
+        self._committer.close()
+        await asyncio.to_thread(self._sync)
         if self._tidying is not None:
             await asyncio.wait([self._tidying])
-        await self._tidy()
-        self.segments.close()
+        await asyncio.to_thread(self._keep, self._snapshot())
+        await asyncio.to_thread(self.segments.close)
         self._lock_file.close()
         self._lock_file = None
 
     # ---- writing ------------------------------------------------------------------------------------------------------
 
-    def write(self, event: Event, payload: bytes, apply: Callable[[Location | None], T]) -> asyncio.Future[T]:
-        """Journal an event; then `apply` is called on the loop with the payload's location, and its result is the future's."""
-        future: asyncio.Future[T] = self._loop.create_future()
+    def write(self, event: Event, payload: bytes, apply: Callable[[Location | None], Any], done: Done) -> None:
+        """Journal an event; then `apply` is called on the loop with the payload's location, and `done` with its result."""
         if not self.is_open:
-            future.set_exception(JournalError("the server is shutting down; send it again to the next one"))
-            return future
-        self._gathered.append(_Write(encode_event(event), payload, apply, future))
-        if len(self._gathered) == 1:
-            self._loop.call_soon(self._hand_over)
-        return future
+            done(None, JournalError("the server is shutting down; send it again to the next one"))
+            return
+        self._gathered.append(_Write(encode_event(event), payload, apply, done))
+        if not self._busy and len(self._gathered) == 1:
+            self._loop.call_soon(self._gather)
 
-    def _hand_over(self) -> None:
-        gathered, self._gathered = self._gathered, []
-        self._handed.put(gathered)
+    def _gather(self, before: int = 0, turns: int = 0) -> None:
+        """Wait while every turn of the loop brings more, up to a point: one sync is for all of it."""
+        count = len(self._gathered)
+        if (
+            count == before
+            or turns == _ENOUGH_TURNS
+            or sum(len(write.payload) for write in self._gathered) >= _ENOUGH_BYTES
+        ):
+            self._commit()
+        else:
+            self._loop.call_soon(self._gather, count, turns + 1)
 
-    def _write_loop(self) -> None:
-        """The writer thread."""
-        last_sync, unsynced, ended = time.monotonic(), False, False
-        while not ended:
-            batch, ended = self._waiting(self.interval_s if unsynced and self.durability == "interval" else None)
-            if batch:
-                self._write_or_fail(batch)
-                unsynced = self.durability != "safe"
-            if unsynced and self.durability == "interval" and time.monotonic() - last_sync >= self.interval_s:
-                self._sync()
-                last_sync, unsynced = time.monotonic(), False
-            if batch:
-                rotated = self.segments.size >= self.segment_bytes and self._rotate()
-                self._loop.call_soon_threadsafe(self._complete, batch, rotated)
-        self._sync()
-
-    def _waiting(self, timeout: float | None) -> tuple[list[_Write], bool]:
-        """All that was handed over, as soon as there is something or the time is up; and whether nothing more will come."""
-        batch: list[_Write] = []
-        try:
-            given = self._handed.get(timeout=timeout)
-            while given is not None:
-                batch += given
-                given = self._handed.get_nowait()
-        except queue.Empty:
-            return batch, False
-        return batch, True
-
-    def _write_or_fail(self, batch: list[_Write]) -> None:
-        try:
-            self._write_batch(batch)
-        except (
-            Exception
-        ) as error:  # without its thread the server would wait for ever: whatever it is, the requests hear of it
-            logger.exception("writing the journal failed")
-            for write in batch:
-                write.error = OSError(errno.EIO, f"{type(error).__name__}: {error}")
-
-    def _write_batch(self, batch: list[_Write]) -> None:
+    def _commit(self) -> None:
+        """Begin to write what has gathered, unless something is being written."""
+        if self._busy or not self._gathered:
+            return
+        self._busy = True
+        batch, self._gathered = self._gathered, []
         full = self._is_disk_full()
-        writes: list[_Write] = []
+        segments = self.segments
+        size, lsn = segments.size, segments.next_lsn
         for write in batch:
             if full and write.payload:
                 write.error = OSError(
                     errno.ENOSPC, f"less than {self.min_free_bytes >> 20} MiB are free in {self.folder}"
                 )
+                continue
+            head = self._place(write, lsn, size)
+            self._committer.add(head, write.payload)
+            size += len(head) + len(write.payload)
+            lsn += 1
+        self._batch, self._size_then, self._lsn_then = batch, size, lsn
+        self._committer.begin(segments.fd, segments.size, sync=self._is_sync_due())
+
+    def _place(self, write: _Write, lsn: int, position: int) -> bytes:
+        """The head of a record that is written there; remembers where it is."""
+        payload = write.payload
+        head = record_bytes(lsn, write.event, payload)
+        write.lsn = lsn
+        if payload:
+            write.location = (self.segments.number, position + len(head), len(payload))
+        return head
+
+    def _is_sync_due(self) -> bool:
+        if self.durability == "interval":
+            return self._unsynced_since is not None and time.monotonic() - self._unsynced_since >= self.interval_s
+        return self.durability == "safe"
+
+    def _committed(self, result: committer.Committed) -> None:
+        """A commit is on disk, or failed."""
+        batch, self._batch = self._batch, []
+        if result.error is not None:
+            logger.error("the journal cannot be %s: %s", "synced" if result.in_sync else "written", result.error)
+            self._do_aside(lambda: self._rescue(batch, result), lambda: self._answer(batch))
+            return
+        self.segments.grow(self._size_then, self._lsn_then)
+        if result.in_sync:
+            self._synced(result.sync_seconds)
+        elif self.durability == "interval" and self._unsynced_since is None:
+            self._unsynced_since = time.monotonic()
+            self._loop.call_later(self.interval_s, self._sync_in_time)
+        self._answer(batch)
+
+    def _answer(self, batch: list[_Write]) -> None:
+        """Apply what is on disk, in order, and answer; then on to the next commit."""
+        for write in batch:
+            if write.error is None:
+                self._apply(write)
             else:
-                writes.append(write)
-        before = self.segments.size, self.segments.next_lsn
-        for start in range(0, len(writes), _MAX_PARTS // 2):
-            chunk = writes[start : start + _MAX_PARTS // 2]
-            error = self._append(chunk)
-            if error is not None:  # one by one: what still fits is kept, the rest fails
-                for write in chunk:
-                    write.error = self._append([write])
-        if self.durability == "safe" and (error := self._sync()) is not None:
-            self.segments.cut_back(*before)  # what is refused must not be there after a restart
-            for write in writes:
-                write.error = write.error or error
-        self.failed_writes += sum(1 for write in batch if write.error is not None)
+                self.failed_writes += 1
+                reason = (
+                    f"the journal in {self.folder} cannot be written: {write.error}; free some space and send it again"
+                )
+                write.done(None, JournalError(reason))
+        if self.segments.size >= self.segment_bytes:
+            snapshot = self._snapshot()
+            self._do_aside(lambda: self._rotate(snapshot), self._rotated)
+        else:
+            self._go_on()
+
+    def _apply(self, write: _Write) -> None:
+        self._needed(write.location)
+        self._applied_lsn = write.lsn
+        try:
+            result = write.apply(write.location)
+        except (
+            Exception
+        ) as error:  # applying is bookkeeping that must not fail; if it does, the request has to hear of it
+            logger.exception("applying a journalled event failed")
+            write.done(None, error)
+            return
+        write.done(result, None)
+
+    def _go_on(self) -> None:
+        self._busy = False
+        if self._gathered:
+            self._loop.call_soon(self._gather)
+        elif self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
+
+    def _do_aside(self, work: Callable[[], object], after: Callable[[], None]) -> None:
+        """Something slow, on a thread, while no commit is written; then `after` on the loop."""
+
+        async def aside() -> None:
+            try:
+                await asyncio.to_thread(work)
+            except Exception:  # whatever it is, the next commits must not wait for it
+                logger.exception("the journal is in trouble")
+            after()
+
+        self._aside = asyncio.ensure_future(aside())
+
+    def _rescue(self, batch: list[_Write], result: committer.Committed) -> None:
+        """A commit failed. Nothing refused may be there after a restart; what still fits, one by one, is kept."""
+        segments, before = self.segments, (self.segments.size, self.segments.next_lsn)
+        error = result.error
+        try:
+            segments.cut_back(*before)
+            if not result.in_sync:
+                for write in batch:
+                    write.error = write.error or self._write_one(write)
+                error = self._sync() if self.durability == "safe" else None
+                if error is not None:
+                    segments.cut_back(*before)
+        except (
+            Exception
+        ) as failed:  # without an answer the clients would wait for ever: whatever it is, they hear of it
+            logger.exception("writing the journal failed")
+            error = OSError(errno.EIO, f"{type(failed).__name__}: {failed}")
+        for write in batch:
+            write.error = write.error or error
+
+    def _write_one(self, write: _Write) -> OSError | None:
+        segments = self.segments
+        size, lsn = segments.size, segments.next_lsn
+        head = self._place(write, lsn, size)
+        result = committer.write_and_sync([head, write.payload], segments.fd, size, False)
+        if result.error is not None:
+            segments.cut_back(size, lsn)
+        else:
+            segments.grow(size + len(head) + len(write.payload), lsn + 1)
+        return result.error
 
     def _is_disk_full(self) -> bool:
         """Asks the system every few milliseconds while there is room, every time while there is none."""
@@ -252,24 +344,15 @@ class Journal:
             self._free_bytes, self._looked_at = stat.f_bavail * stat.f_frsize, now
         return self._free_bytes < self.min_free_bytes
 
-    def _append(self, writes: list[_Write]) -> OSError | None:
-        segments = self.segments
-        parts: list[bytes] = []
-        position, lsn = segments.size, segments.next_lsn
-        for write in writes:
-            head = record_bytes(lsn, write.event, write.payload)
-            parts.append(head)
-            if write.payload:
-                parts.append(write.payload)
-                write.location = (segments.number, position + len(head), len(write.payload))
-            write.lsn = lsn
-            position += len(head) + len(write.payload)
-            lsn += 1
-        try:
-            segments.append(parts, len(writes))
-        except OSError as error:
-            return error
-        return None
+    def _sync_in_time(self) -> None:
+        """For `interval`: what nobody followed is synced, too."""
+        if self._unsynced_since is None or not self.is_open:
+            return
+        if self._busy:
+            self._loop.call_later(self.interval_s, self._sync_in_time)
+            return
+        self._busy = True
+        self._do_aside(self._sync, self._go_on)
 
     def _sync(self) -> OSError | None:
         started = time.monotonic()
@@ -278,44 +361,13 @@ class Journal:
         except OSError as error:
             logger.error("the journal cannot be synced: %s", error)
             return error
-        self.sync_seconds += time.monotonic() - started
-        self.sync_count += 1
+        self._synced(time.monotonic() - started)
         return None
 
-    def _rotate(self) -> bool:
-        try:
-            self.segments.sync()
-            self.segments.start_new()
-        except OSError as error:  # goes on in the old segment; the next batch tries again
-            logger.error("the journal cannot start a new segment: %s", error)
-            return False
-        return True
-
-    def _complete(self, batch: list[_Write], rotated: bool) -> None:
-        """On the loop: apply what is on disk, in order, and answer."""
-        for write in batch:
-            if write.error is not None:
-                _fail(
-                    write.future,
-                    JournalError(
-                        f"the journal in {self.folder} cannot be written: {write.error}; free some space and send it again"
-                    ),
-                )
-                continue
-            self._needed(write.location)
-            self._applied_lsn = write.lsn
-            try:
-                result = write.apply(write.location)
-            except (
-                Exception
-            ) as error:  # applying is bookkeeping that must not fail; if it does, the request has to hear of it
-                logger.exception("applying a journalled event failed")
-                _fail(write.future, error)
-                continue
-            if not write.future.done():
-                write.future.set_result(result)
-        if rotated and (self._tidying is None or self._tidying.done()):
-            self._tidying = asyncio.ensure_future(self._tidy())
+    def _synced(self, seconds: float) -> None:
+        self.sync_seconds += seconds
+        self.sync_count += 1
+        self._unsynced_since = None
 
     # ---- snapshots and tidying ----------------------------------------------------------------------------------------
 
@@ -330,17 +382,32 @@ class Journal:
             if not self._live[segment]:
                 del self._live[segment]
 
-    async def _tidy(self) -> None:
-        """Take a snapshot of the store as it is now and delete the segments nobody needs."""
-        lsn = self._applied_lsn
-        data = take_snapshot(self._store, lsn)
+    def _snapshot(self) -> _Snapshot:
+        """The store as it is now."""
+        return _Snapshot(take_snapshot(self._store, self._applied_lsn), self._applied_lsn, set(self._live))
+
+    def _rotate(self, snapshot: _Snapshot) -> None:
+        """On a thread: the segment is full. What nobody needs any more is the next one."""
         try:
-            await asyncio.to_thread(_replace_file, self.folder / "snapshot", data)
+            self.segments.sync()
+            self._keep(snapshot)
+            self.segments.start_new()
+        except OSError as error:  # goes on in the old segment; the next commit tries again
+            logger.error("the journal cannot start a new segment: %s", error)
+
+    def _rotated(self) -> None:
+        if self._tidying is None or self._tidying.done():
+            self._tidying = asyncio.ensure_future(asyncio.to_thread(self.segments.trim_spares))
+        self._go_on()
+
+    def _keep(self, snapshot: _Snapshot) -> None:
+        """Replace the snapshot; then segments that it needs neither for a group nor for a record are given up."""
+        try:
+            _replace_file(self.folder / "snapshot", snapshot.data)
         except OSError as error:
             logger.error("no snapshot could be written: %s", error)
             return
-        self._snapshot_lsn = lsn
-        await asyncio.to_thread(self.segments.delete_dead, set(self._live), lsn)
+        self.segments.give_up_dead(snapshot.live, snapshot.lsn)
 
     def read(self, location: Location | None) -> bytes:
         """The payload at a location."""
@@ -351,11 +418,6 @@ class Journal:
     def disk_bytes(self) -> int:
         """Bytes the segments take."""
         return self.segments.total_bytes() if self.is_open else 0
-
-
-def _fail(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
 
 
 def _replace_file(path: Path, data: bytes) -> None:

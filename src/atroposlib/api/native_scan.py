@@ -120,23 +120,14 @@ def scan(body: bytes) -> Scanned:
 
 def crc32(data: bytes | bytearray | memoryview, start: int = 0) -> int:
     """`zlib.crc32`."""
-    where = None if _crc32 is None or len(data) < _MIN_BYTES else _place(data)
+    where = None if _crc32 is None or len(data) < _MIN_BYTES else native.address(data)
     return zlib.crc32(data, start) if _crc32 is None or where is None else _crc32(where, len(data), start)
 
 
 def all_finite(data: memoryview) -> bool:
     """Whether these little-endian float32 are all finite; False when that is not sure."""
-    where = None if _all_finite is None else _place(data)
+    where = None if _all_finite is None else native.address(data)
     return _all_finite is not None and where is not None and bool(_all_finite(where, len(data) // 4))
-
-
-def _place(data: bytes | bytearray | memoryview) -> Any:
-    """What to give to C for these bytes; None where that is not cheap to find out."""
-    if isinstance(data, bytes) or not data:
-        return bytes(data)
-    if isinstance(data, memoryview) and (data.readonly or not data.c_contiguous):
-        return None
-    return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
 def _buffers(size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:

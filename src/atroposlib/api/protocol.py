@@ -70,6 +70,7 @@ class RolloutProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._post: _Post | None = None
         self._answering = False
+        self._taken: tuple[_Head, float]
         self._in_message = False
         self._backlog = b""
         self._closing = False
@@ -207,26 +208,22 @@ class RolloutProtocol(HttpToolsProtocol):
     def _take(self, head: _Head, started: float, whole: bytes) -> None:
         """A whole body is here: store it at once where that is quick, else in a task."""
         if head.path == "/scored_data" and not head.encoding and self.hot.is_quick(whole, head.content_type):
+            self._taken = head, started
             try:
-                answer = self.hot.take_one(whole, head.content_type)
+                answer = self.hot.take_one(whole, head.content_type, self._stored)
             except Exception as error:  # the boundary of a request: whatever went wrong, the client hears of it
-                self._reply(head, started, *refusal_reply(error))
+                self._stored(None, error)
                 return
-            if isinstance(answer, int):
-                self._reply(head, started, 200, answer_one(answer))
-            else:
-                answer.add_done_callback(lambda done: self._stored(head, started, done))
+            if answer is not None:
+                self._stored(answer, None)
             return
         task = self.loop.create_task(self._answer(head, started, whole))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
 
-    def _stored(self, head: _Head, started: float, done: asyncio.Future[int]) -> None:
-        error = done.exception()
-        if error is None:
-            self._reply(head, started, 200, answer_one(done.result()))
-        else:
-            self._reply(head, started, *refusal_reply(error))
+    def _stored(self, answer: Any, error: Exception | None) -> None:
+        """The group that was taken is stored, or refused."""
+        self._reply(*self._taken, *((200, answer_one(answer)) if error is None else refusal_reply(error)))
 
     async def _answer(self, head: _Head, started: float, whole: bytes) -> None:
         try:

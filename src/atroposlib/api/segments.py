@@ -1,7 +1,9 @@
 """Segment files of the journal: records in, records out. Knows bytes and files, not what the records mean.
 
 A record is `event length u32 | payload length u32 | crc32 u32 | number u64 | event | payload`, little-endian; the checksum covers
-number, event and payload.
+number, event and payload. Records are numbered without gaps, and a segment ends where the next number does not follow: what comes then
+was left by a write that did not end, or by an earlier life of the file. A segment that nobody needs is kept as a spare and written
+over: that costs a fraction of what it costs to delete a large file and make another one.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -50,6 +52,7 @@ class Segments:
         self._fd: int | None = None
         self._readers: dict[int, int] = {}
         self._readers_lock = threading.Lock()
+        self._spares_lock = threading.Lock()
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:016d}.log"
@@ -59,7 +62,10 @@ class Segments:
         return sorted(int(path.stem) for path in self.folder.glob("*.log") if path.stem.isdigit())
 
     def total_bytes(self) -> int:
-        return sum(self._path(number).stat().st_size for number in self.numbers())
+        return sum(path.stat().st_size for path in (*map(self._path, self.numbers()), *self._spares()))
+
+    def _spares(self) -> list[Path]:
+        return sorted(self.folder.glob("*.spare"))
 
     # ---- reading ------------------------------------------------------------------------------------------------------
 
@@ -72,37 +78,39 @@ class Segments:
                 f"records {lsn + 1} to {numbers[0] - 1} of the journal in {self.folder} are missing; restore the folder, or move it away to start afresh"
             )
         first = max((index for index, number in enumerate(numbers) if number <= lsn + 1), default=0)
-        for index, number in enumerate(numbers[first:], first):
-            yield from self._read_segment(number, lsn, last=index == len(numbers) - 1)
+        for number, following in itertools.zip_longest(numbers[first:], numbers[first + 1 :]):
+            yield from self._read_segment(number, lsn, following)
 
     def _read_segment(
-        self, number: int, after: int, *, last: bool
+        self, number: int, after: int, following: int | None
     ) -> Iterator[tuple[int, Event, bytes, Location | None]]:
-        path = self._path(number)
+        """The records of one segment; `following` is the number of the next segment's first record."""
+        path, lsn, position, torn = self._path(number), number, 0, True
         with open(path, "rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
-                self._damaged(path, 0, last=last)
-                return
-            position = len(_MAGIC)
-            while True:
-                record = _read_record(file.read)
-                if record is None:
-                    if position < path.stat().st_size:
-                        self._damaged(path, position, last=last)
-                    return
-                record_lsn, event, payload = record
-                payload_at = file.tell() - len(payload)
+            if file.read(len(_MAGIC)) == _MAGIC:
                 position = file.tell()
-                self.next_lsn = max(self.next_lsn, record_lsn + 1)
-                if record_lsn > after:
-                    yield record_lsn, event, payload, (number, payload_at, len(payload)) if payload else None
-
-    def _damaged(self, path: Path, position: int, *, last: bool) -> None:
-        if not last:
+                while (record := _read_record(file.read, lsn)) is not None:
+                    event, payload = record
+                    position = file.tell()
+                    if lsn > after:
+                        yield lsn, event, payload, (number, position - len(payload), len(payload)) if payload else None
+                    lsn += 1
+                file.seek(position)
+                torn = _number_of(file.read(_HEAD.size)) in (None, lsn)
+        if following is not None and lsn != following:
             raise JournalError(
                 f"the journal segment {path} is damaged at byte {position}; move the data folder away to start afresh, or restore it"
             )
-        logger.warning("cutting off an unfinished record at the end of the journal (%s, byte %d)", path.name, position)
+        self.next_lsn = max(self.next_lsn, lsn)
+        if following is None and position < path.stat().st_size:
+            self._cut_off(path, position, torn)
+
+    def _cut_off(self, path: Path, position: int, torn: bool) -> None:
+        """Behind the last record is nothing but an unfinished one, or what an earlier life of the file left."""
+        if torn:
+            logger.warning(
+                "cutting off an unfinished record at the end of the journal (%s, byte %d)", path.name, position
+            )
         with open(path, "r+b") as file:
             file.truncate(position)
             if position == 0:
@@ -121,9 +129,9 @@ class Segments:
                         f"the journal segment {self._path(number)} cannot be read: {error}; restore the data folder"
                     ) from error
         data = b"".join(iter(_chunks(fd, offset, length)))
-        if len(data) != length:
+        if len(data) != length or self._readers.get(number) != fd:  # or it was given up meanwhile
             raise JournalError(
-                f"the journal segment {self._path(number)} is shorter than it was; restore the data folder"
+                f"the journal segment {self._path(number)} has changed since it was written; restore the data folder"
             )
         return data
 
@@ -132,8 +140,11 @@ class Segments:
     def start_new(self) -> None:
         """Open a new segment, which begins with the next record."""
         path = self._path(self.next_lsn)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.write(fd, _MAGIC)
+        with self._spares_lock:
+            for spare in self._spares()[:1]:
+                os.replace(spare, path)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.pwrite(fd, _MAGIC, 0)
         if self._fd is not None:
             os.close(self._fd)
         self._fd, self.number, self.size = fd, self.next_lsn, len(_MAGIC)
@@ -143,68 +154,75 @@ class Segments:
         finally:
             os.close(folder)
 
-    def append(self, parts: list[bytes], count: int) -> None:
-        """Write `count` records; all of them, or none and OSError."""
+    @property
+    def fd(self) -> int:
+        """The file that is written to."""
         assert self._fd is not None
-        total = sum(map(len, parts))
-        try:
-            written = os.writev(self._fd, parts)
-            while written < total:  # a short write: a signal, or the disk is nearly full
-                rest = b"".join(parts)[written:]
-                written += os.write(self._fd, rest)
-        except OSError:
-            self.cut_back(self.size, self.next_lsn)
-            raise
-        self.size += total
-        self.next_lsn += count
+        return self._fd
+
+    def grow(self, size: int, next_lsn: int) -> None:
+        """Records were written at the end of the newest segment."""
+        self.size, self.next_lsn = size, next_lsn
 
     def cut_back(self, size: int, next_lsn: int) -> None:
         """Take back what a failed write or sync left behind."""
-        assert self._fd is not None
-        os.ftruncate(self._fd, size)
-        os.lseek(self._fd, size, os.SEEK_SET)
-        self.size, self.next_lsn = size, next_lsn
+        self.grow(size, next_lsn)
+        os.ftruncate(self.fd, size)
 
     def sync(self) -> None:
         """Force what was written to the disk."""
         if self._fd is not None:
             _sync(self._fd)
 
-    def delete_dead(self, live: set[int], covered_lsn: int) -> None:
-        """Delete segments that hold no needed group and only records up to `covered_lsn`."""
-        numbers = self.numbers()
-        for number, following in itertools.pairwise(numbers):
+    def give_up_dead(self, live: set[int], covered_lsn: int) -> None:
+        """Segments that hold no needed group and only records up to `covered_lsn` become spares."""
+        for number, following in itertools.pairwise(self.numbers()):
             if number not in live and following <= covered_lsn + 1 and number != self.number:
                 with self._readers_lock:
                     fd = self._readers.pop(number, None)
                 if fd is not None:
                     os.close(fd)
-                self._path(number).unlink(missing_ok=True)
+                path = self._path(number)
+                os.replace(path, path.with_suffix(".spare"))
+
+    def trim_spares(self, keep: int = 1) -> None:
+        """Delete the spares but so many. Deleting a large file takes long: nobody should wait for it."""
+        with self._spares_lock:
+            doomed = [spare.rename(spare.with_suffix(".gone")) for spare in self._spares()[keep:]]
+        for path in (*doomed, *self.folder.glob("*.gone")):
+            path.unlink(missing_ok=True)
 
     def close(self) -> None:
+        """Leave no more behind than is needed."""
+        if self._fd is not None:
+            os.ftruncate(self._fd, self.size)
+        self.trim_spares(keep=0)
         for fd in (*self._readers.values(), *([self._fd] if self._fd is not None else [])):
             os.close(fd)
         self._readers.clear()
         self._fd = None
 
 
-def _read_record(read: object) -> tuple[int, Event, bytes] | None:
-    """The next record, or None at the end or where it is not whole."""
-    take = read
-    head = take(_HEAD.size)  # type: ignore[operator]
+def _number_of(head: bytes) -> int | None:
+    """The number in the head of a record; None where there is no whole head."""
+    return _HEAD.unpack(head)[3] if len(head) == _HEAD.size else None
+
+
+def _read_record(read: Callable[[int], bytes], lsn: int) -> tuple[Event, bytes] | None:
+    """The record with this number; None where it is not, or not whole."""
+    head = read(_HEAD.size)
     if len(head) < _HEAD.size:
         return None
-    event_length, payload_length, checksum, lsn = _HEAD.unpack(head)
-    if not 0 < event_length <= _MAX_EVENT:
+    event_length, payload_length, checksum, number = _HEAD.unpack(head)
+    if number != lsn or not 0 < event_length <= _MAX_EVENT:
         return None
-    event = take(event_length)  # type: ignore[operator]
-    payload = take(payload_length)  # type: ignore[operator]
+    event, payload = read(event_length), read(payload_length)
     if len(event) < event_length or len(payload) < payload_length:
         return None
     if crc32(payload, zlib.crc32(_NUMBER.pack(lsn) + event)) != checksum:
         return None
     try:
-        return lsn, decode_event(event), payload
+        return decode_event(event), payload
     except msgspec.MsgspecError as error:
         raise JournalError(
             f"record {lsn} of the journal is whole but unknown ({error}); it was written by another version"

@@ -7,11 +7,12 @@ Every change goes the same way: decide (store), journal (group commit on a write
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from atroposlib.api.compaction import Compactor
 from atroposlib.api.environments import Environment
@@ -26,7 +27,7 @@ from atroposlib.api.events import (
     Started,
     WasReset,
 )
-from atroposlib.api.journal import Journal
+from atroposlib.api.journal import Done, Journal
 from atroposlib.api.leases import Batch, LeaseState
 from atroposlib.api.observer import LaggingObserver
 from atroposlib.api.schemas import RegisterEnv, Registration
@@ -62,7 +63,7 @@ class RolloutService:
         self.store = store
         self.journal = journal
         self.started_at = time.time()
-        self._arriving: dict[str, asyncio.Future[int]] = {}
+        self._arriving: dict[str, list[Done]] = {}  # ids being written, and who waits for the answer
         self._compactor = Compactor(store)
         self._register_lock = asyncio.Lock()
         self._batch_lock = asyncio.Lock()
@@ -83,7 +84,9 @@ class RolloutService:
     async def _do(self, event: Event, apply: Callable[[Location], T], payload: bytes = b"") -> T:
         if self.journal is None:
             return apply(None)
-        return await self.journal.write(event, payload, apply)
+        done, answered = _answer_to_future()
+        self.journal.write(event, payload, apply, answered)
+        return cast(T, await done)
 
     # ---- trainer ------------------------------------------------------------------------------------------------------
 
@@ -271,27 +274,34 @@ class RolloutService:
         return list(await asyncio.gather(*(self._submit(group) for group in groups)))
 
     async def _submit(self, group: WireGroup) -> int:
-        answer = self.submit_one(group)
-        return answer if isinstance(answer, int) else await asyncio.shield(answer)
+        done, answered = _answer_to_future()
+        answer = self.submit_one(group, answered)
+        return cast(int, await done) if answer is None else answer
 
-    def submit_one(self, group: WireGroup) -> int | asyncio.Future[int]:
-        """As `submit` for one group: the answer, or, while the journal is being written, a future of it."""
+    def submit_one(self, group: WireGroup, answered: Done) -> int | None:
+        """As `submit` for one group: the answer, or None: `answered` is called with it when the journal is written."""
         store, group_id = self.store, group.group_id
         store.envs.touch(group.env_id)
         if group_id is not None:
-            known = store.seen.get(group_id)
-            answered = known if known is not None else self._arriving.get(group_id)  # or being written right now
-            if answered is not None:
+            known, waiting = store.seen.get(group_id), self._arriving.get(group_id)
+            if known is not None or waiting is not None:
                 store.counters.groups_duplicate += 1
-                return answered
+                if known is None and waiting is not None:
+                    waiting.append(answered)
+                return known
         event = store.plan_group(group)
         if self.journal is None:
             return self._add_group(event, group, None)
-        future = self.journal.write(event, group.payload, lambda location: self._add_group(event, group, location))
         if group_id is not None:
-            self._arriving[group_id] = future
-            future.add_done_callback(lambda _: self._arriving.pop(group_id, None))
-        return future
+            self._arriving[group_id] = [answered]
+            answered = functools.partial(self._answer_all, group_id)
+        self.journal.write(event, group.payload, lambda location: self._add_group(event, group, location), answered)
+        return None
+
+    def _answer_all(self, group_id: str, answer: Any, error: Exception | None) -> None:
+        """The group is in, or refused: say so to all who sent it."""
+        for answered in self._arriving.pop(group_id):
+            answered(answer, error)
 
     def _add_group(self, event: GroupAdded, group: WireGroup, location: Location) -> int:
         answer = self.store.add_group(event, group.payload, location)
@@ -360,3 +370,18 @@ class RolloutService:
             ],
             "counters": {name: getattr(store.counters, name) for name in store.counters.__slots__},
         }
+
+
+def _answer_to_future() -> tuple[asyncio.Future[Any], Done]:
+    """A future, and the call that settles it (unless whoever waited has gone)."""
+    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def answered(answer: Any, error: Exception | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(answer)
+        else:
+            future.set_exception(error)
+
+    return future, answered

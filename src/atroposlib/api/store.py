@@ -17,6 +17,7 @@ Defined behaviour worth knowing:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import secrets
@@ -72,24 +73,22 @@ class SeenIds:
         self.limit = limit
         self.recent: dict[bytes, int] = {}
         self.older: dict[bytes, int] = {}
-        self._last: tuple[str | None, bytes] = (None, b"")
-
-    def digest(self, group_id: str) -> bytes:
-        if self._last[0] is not group_id:  # an id that is put was asked for just before
-            data = group_id.encode("utf-8", "surrogatepass")
-            self._last = group_id, hashlib.blake2b(data, digest_size=16).digest()
-        return self._last[1]
 
     def get(self, group_id: str) -> int | None:
         """What was answered: the buffer size, or -1 for received; None for an id not seen."""
-        digest = self.digest(group_id)
+        digest = _digest(group_id)
         found = self.recent.get(digest)
         return self.older.get(digest) if found is None else found
 
     def put(self, group_id: str, answer: int) -> None:
         if len(self.recent) >= self.limit:
             self.older, self.recent = self.recent, {}
-        self.recent[self.digest(group_id)] = answer
+        self.recent[_digest(group_id)] = answer
+
+
+@functools.lru_cache(maxsize=1024)  # an id that is put was asked for just before
+def _digest(group_id: str) -> bytes:
+    return hashlib.blake2b(group_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 @dataclass(kw_only=True, slots=True)

@@ -47,6 +47,12 @@ def parser() -> argparse.ArgumentParser:
         help="sync before answering, every second, or never",
     )
     p.add_argument(
+        "--segment-mb",
+        type=float,
+        default=256,
+        help="size of the journal's files, one of which is kept as a spare (default: %(default)s)",
+    )
+    p.add_argument(
         "--token", default=None, help="bearer token clients must send (or the environment variable ATROPOS_TOKEN)"
     )
     p.add_argument("--insecure", action="store_true", help="allow other machines in without a token")
@@ -80,6 +86,8 @@ def check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--env-timeout is {options.env_timeout}; it must be more than 0 seconds")
     if options.max_body_mb <= 0:
         raise ConfigError(f"--max-body-mb is {options.max_body_mb}; it must be more than 0")
+    if options.segment_mb <= 0:
+        raise ConfigError(f"--segment-mb is {options.segment_mb}; it must be more than 0")
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -92,6 +100,7 @@ def serve(options: argparse.Namespace) -> int:
     settings = ServerSettings(
         data_dir=None if options.in_memory else options.data_dir,
         durability=options.durability,
+        segment_bytes=int(options.segment_mb * 2**20),
         token=options.token,
         max_body_bytes=int(options.max_body_mb * 2**20),
         env_timeout_s=options.env_timeout,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 import requests
 from rollout_calls import Caller, env_registration, group, registration
 
+from atroposlib.api import committer
 from atroposlib.api.events import BatchAcked, BatchFormed, Committed, GroupAdded, Registered
 from atroposlib.api.journal import Journal
 from atroposlib.api.leases import LeaseState
@@ -221,6 +223,38 @@ def test_segments_are_dropped_when_all_in_them_is_committed(tmp_path: Path) -> N
     assert store.ledger.next_seq == 31
 
 
+def test_a_segment_nobody_needs_is_written_over(tmp_path: Path) -> None:
+    """And a copy of the folder as a kill would leave it, with older records behind the newest, is read as it should be."""
+    folder, copy = tmp_path / "data", tmp_path / "copy"
+
+    async def work(service: RolloutService) -> int:
+        files = 0
+        for round_ in range(6):
+            await _fill(service, 20)
+            for seq in await _take(service, 20):
+                await service.ack(seq)
+            await service.commit(20 * (round_ + 1), round_)
+            files = max(files, len({path.stat().st_ino for path in folder.iterdir()}))
+        await _fill(service, 3)
+        await asyncio.sleep(0.2)  # for what is being deleted
+        shutil.copytree(folder, copy)
+        return files
+
+    live, files = _run(folder, work, segment_bytes=10_000)
+    numbers = [int(Path(name).stem) for name in _segments(copy)]
+    assert max(numbers) > 300  # many segments were begun ...
+    assert files < 20  # ... in few files
+    newest = copy / f"{max(numbers):016d}.log"
+    assert newest.stat().st_size >= 10_000
+    assert sorted(path.suffix for path in folder.iterdir() if path.suffix == ".spare") == []  # an orderly end
+    for _ in range(2):
+        again, _ = _run(copy, lambda s: asyncio.sleep(0), segment_bytes=10_000)
+        assert {key: json.loads(kept.payload or b"") for key, kept in again.groups.items()} == {
+            key: json.loads(kept.payload or b"") for key, kept in live.groups.items()
+        }
+        assert (again.ledger.committed, again.ledger.next_seq, len(again.groups)) == (120, 121, 3)
+
+
 def test_acknowledged_batches_leave_memory_and_come_back_from_disk(tmp_path: Path) -> None:
     async def work(service: RolloutService) -> list[bytes]:
         await _fill(service, 3)
@@ -327,13 +361,14 @@ def test_a_failed_sync_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest
         assert journal is not None
         (one,) = parse_json_groups(str(group(7, group_id="seven")).replace("'", '"').encode(), many=False)
         with monkeypatch.context() as broken:
-            broken.setattr(journal.segments, "sync", _no_sync)
+            broken.setattr(committer, "_sync", _no_sync)
             with pytest.raises(JournalError, match="cannot be written"):
                 await service.submit([one])
         assert len(service.store.groups) == 2
         assert await service.submit([one]) == [-1]  # the same one, sent again
         return journal.failed_writes
 
+    monkeypatch.setenv("ATROPOS_NATIVE", "0")
     store, failed = _run(tmp_path, work)
     assert (len(store.groups), failed) == (3, 1)
     (tmp_path / "snapshot").unlink()
@@ -353,7 +388,7 @@ def test_a_batch_that_could_not_be_noted_is_formed_again(tmp_path: Path, monkeyp
         assert service.journal is not None
         before = service.journal.sync_count
         with monkeypatch.context() as broken:
-            broken.setattr(service.journal.segments, "sync", _no_sync)
+            broken.setattr(committer, "_sync", _no_sync)
             with pytest.raises(JournalError, match="cannot be written"):
                 await service.next_batch(plain=True)
         assert [batch.state for batch in service.store.ledger.batches.values()] == [LeaseState.LEASED]
@@ -363,12 +398,13 @@ def test_a_batch_that_could_not_be_noted_is_formed_again(tmp_path: Path, monkeyp
         await service.delivered(second)
         return [first.batch.keys, second.batch.keys]
 
+    monkeypatch.setenv("ATROPOS_NATIVE", "0")
     store, keys = _run(tmp_path, work)
     assert keys == [[1], [2]]
     assert store.queue.num_groups == 1
 
 
-def _no_sync() -> None:
+def _no_sync(fd: int) -> None:
     raise OSError(5, "Input/output error")
 
 
