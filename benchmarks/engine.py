@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -135,13 +138,24 @@ def floors(model: Any, engine: Any, load: Load, bandwidth: float, flops: float) 
 
 def bench_cuda(args: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
+    shapes = args.shapes.split(",")
     try:
-        for shape in args.shapes.split(","):
-            bench_shape(shape, args, rows)
-            torch.cuda.empty_cache()
+        if len(shapes) == 1:
+            bench_shape(shapes[0], args, rows)
+        for shape in shapes if len(shapes) > 1 else ():
+            rows += in_own_process(shape, args)
+            write_json(args.json, rows)
     finally:  # also what there is when the run is cut short
         print_table(rows)
     return rows
+
+
+def in_own_process(shape: str, args: argparse.Namespace) -> list[Row]:
+    """The rows of one shape. In one process torch.compile would treat the sizes of the first shape's runs as variable in the second's."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.json" if args.json is None else args.json.with_suffix(f".{shape}.json")
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--shapes", shape, "--json", str(path)], check=True)
+        return [Row(**{name: row[name] for name in row if name != "rate"}) for row in json.loads(path.read_text())]
 
 
 def bench_shape(shape: str, args: argparse.Namespace, rows: list[Row]) -> None:
@@ -158,6 +172,7 @@ def bench_shape(shape: str, args: argparse.Namespace, rows: list[Row]) -> None:
         row.shape = shape
         rows.append(row)
         show(row)
+        write_json(args.json, rows)  # as they come: a run that is cut short has written what it measured
 
     for load in loads:
         note(bench_load(model, load, bandwidth, flops))
@@ -186,6 +201,8 @@ def bench_exact(model: Any, load: Load) -> Row:
     expected = exact_token_logprobs(logits.flatten(0, 1), ids[:, start + 1 :].flatten()).view(len(sequences), -1)
     ours = torch.tensor([group[0].logprobs for group in replies[:8]])
     row.extra["max_abs_dlogprob"] = float((expected.cpu() - ours).abs().max())
+    del engine, replies, logits
+    torch.cuda.empty_cache()
     return row
 
 
@@ -285,6 +302,11 @@ def show(row: Row) -> None:
     )
 
 
+def write_json(path: Path | None, rows: list[Row]) -> None:
+    if path is not None:
+        path.write_text(json.dumps([{**asdict(row), "rate": row.rate} for row in rows], indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -301,9 +323,7 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true", help="also run exact mode")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
-    rows = bench_cuda(args) if args.device == "cuda" else bench_cpu(args)
-    if args.json:
-        args.json.write_text(json.dumps([{**asdict(row), "rate": row.rate} for row in rows], indent=1))
+    write_json(args.json, bench_cuda(args) if args.device == "cuda" else bench_cpu(args))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+_PATIENCE_S = 60.0  # for a part of a run that cannot be cut short
+
 
 @dataclass
 class Row:
@@ -129,10 +131,13 @@ def _run_managed(manager: Any, load: Load, limit_s: float) -> Row:
         for prompt, new in zip(load.prompts, load.new_tokens, strict=True):
             manager.add_request(prompt, max_new_tokens=min(new, cut))
         tokens = finished = 0
+        end = time.perf_counter() + _PATIENCE_S
         while finished < len(load.prompts):
             result = manager.get_result(timeout=1)
             if result is None and not manager.is_running():
                 raise RuntimeError("the continuous batching thread has ended")
+            if time.perf_counter() > end:
+                raise TimeoutError(f"{cut} new tokens of {len(load.prompts)} requests took more than {_PATIENCE_S} s")
             if result is not None and result.is_finished():
                 finished, tokens = finished + 1, tokens + len(result.generated_tokens)
         return tokens

@@ -97,6 +97,29 @@ def test_add_norm_is_the_addition_and_the_norm_module(dtype: torch.dtype) -> Non
     )
 
 
+@pytest.mark.parametrize("rows", [1, 37, 256])
+def test_a_down_projection_in_parts_is_the_layer_s(rows: int) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    from atlaslib.engine import fused, kernels
+
+    linear = torch.nn.Linear(9472, 3584, bias=False, device=DEVICE, dtype=torch.bfloat16)
+    norm = LlamaRMSNorm(3584, eps=1e-5).to(DEVICE, torch.bfloat16)
+    h = torch.randn(rows, 9472, device=DEVICE, dtype=torch.bfloat16)
+    x = torch.randn(rows, 3584, device=DEVICE, dtype=torch.bfloat16)
+    with torch.no_grad():
+        parts = fused.down_projection(linear, h)
+        assert parts.shape == (2, rows, 3584)
+        exact = h.double() @ linear.weight.double().T
+        torch.testing.assert_close(parts.double().sum(0), exact, atol=1e-4, rtol=1e-4)
+        total, normed = kernels.add_norm(x, parts, norm)
+        expected = x + parts.sum(0).bfloat16()
+        assert torch.equal(total, expected)
+        torch.testing.assert_close(normed, norm(expected), atol=1e-2, rtol=8e-3)
+        for other in (torch.nn.Linear(9472, 3584), torch.nn.Linear(9472, 64, bias=False)):  # a bias, a small weight
+            assert fused.down_projection(other.to(DEVICE, torch.bfloat16), h).shape == (rows, other.out_features)
+
+
 @pytest.mark.parametrize("head_norms", [False, True])
 @pytest.mark.parametrize("keep_key", [False, True])
 def test_rope_and_write_is_what_the_modules_do(head_norms: bool, keep_key: bool) -> None:

@@ -27,7 +27,8 @@ _FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 _STACK_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_MERGE_BELOW = 1 << 25  # elements; larger products fill the device by themselves and gain nothing together
+_LARGE = 1 << 25  # elements of a weight: smaller ones gain from being merged, a larger one from being split (few rows)
+_SPLIT_ROWS = 512  # with more of them a product fills the device as it is
 
 
 class Projections:
@@ -55,7 +56,7 @@ def _mergeable(linears: list[Any]) -> bool:
         type(linear) is torch.nn.Linear
         and (linear.in_features, linear.weight.dtype) == (first.in_features, first.weight.dtype)
         and (linear.bias is None) == (first.bias is None)
-        and linear.weight.numel() < _MERGE_BELOW
+        and linear.weight.numel() < _LARGE
         for linear in linears
     )
 
@@ -69,6 +70,33 @@ def _share_storage(parameters: list[Any]) -> Tensor:
         parameter.data = whole[start:end]
         start = end
     return whole
+
+
+def down_projection(linear: Any, x: Tensor) -> Tensor:
+    """What the layer gives for [T, inner], or for few rows and a large weight float32 parts of it, [2, T, hidden].
+
+    So few outputs of so long sums are too few tiles for the device. cuBLAS, too, computes them in two halves, but adds
+    these up in a kernel of its own; `kernels.add_norm` does it on the way.
+    """
+    if not _splittable(linear, x):
+        result: Tensor = linear(x)
+        return result
+    rows, half = x.shape[0], x.shape[1] // 2
+    weight = linear.weight.view(-1, 2, half)
+    return torch.bmm(x.view(rows, 2, half).transpose(0, 1), weight.permute(1, 2, 0), out_dtype=torch.float32)
+
+
+def _splittable(linear: Any, x: Tensor) -> bool:
+    return (
+        x.shape[0] <= _SPLIT_ROWS
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.shape[1] % 16 == 0  # halves that start at a multiple of 16 bytes
+        and type(linear) is torch.nn.Linear
+        and linear.bias is None
+        and linear.weight.numel() >= _LARGE
+        and linear.weight.is_contiguous()
+        and hasattr(torch.ops.aten.bmm, "dtype")  # torch 2.8
+    )
 
 
 class FusedLayer:
@@ -100,8 +128,8 @@ class FusedLayer:
         return projected
 
     def gated(self, h: Tensor) -> Tensor:
-        result: Tensor = self.mlp.down_proj(kernels.silu_mul(*self.gate_up(h)))
-        return result
+        """[T, hidden] -> [T, hidden], or the parts of that sum, see `down_projection`."""
+        return down_projection(self.mlp.down_proj, kernels.silu_mul(*self.gate_up(h)))
 
 
 class FusedStack:

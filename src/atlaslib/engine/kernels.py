@@ -160,33 +160,28 @@ def rms_norm(x: Tensor, norm: Any) -> Tensor:
 
 
 @triton.jit
-def _add_norm(X, Y, WEIGHT, SUM, OUT, eps, WIDTH: tl.constexpr, PAD: tl.constexpr):
+def _add_norm(X, Y, WEIGHT, SUM, OUT, eps, part_size, PARTS: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PAD)
     at = row * WIDTH + place
     x = tl.load(X + at, mask=place < WIDTH, other=0.0)
-    y = tl.load(Y + at, mask=place < WIDTH, other=0.0)
-    total = (x.to(tl.float32) + y.to(tl.float32)).to(x.dtype)
+    y = tl.load(Y + at, mask=place < WIDTH, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        y += tl.load(Y + part * part_size + at, mask=place < WIDTH, other=0.0)
+    total = (x.to(tl.float32) + y.to(x.dtype).to(tl.float32)).to(x.dtype)
     tl.store(SUM + at, total, mask=place < WIDTH)
     normed = _normed(total, WEIGHT, place, eps, WIDTH)
     tl.store(OUT + at, normed.to(OUT.dtype.element_ty), mask=place < WIDTH)
 
 
 def add_norm(x: Tensor, y: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
-    """x + y, and the norm module's result for it; [T, width] each."""
+    """x + y, and the norm module's result for it; [T, width] each. Of a y [parts, T, width] in float32 the sum is added."""
     total, out = torch.empty_like(x), torch.empty_like(x)
     width = x.shape[1]
     _add_norm[(x.shape[0],)](
-        x,
-        y,
-        norm.weight,
-        total,
-        out,
-        norm.variance_epsilon,
-        WIDTH=width,
-        PAD=triton.next_power_of_2(width),
-        num_warps=4,
-    )
+        x, y, norm.weight, total, out, norm.variance_epsilon, x.numel(),
+        PARTS=y.shape[0] if y.dim() == 3 else 1, WIDTH=width, PAD=triton.next_power_of_2(width), num_warps=4,
+    )  # fmt: skip
     return total, out
 
 
@@ -300,7 +295,7 @@ def _chunk_stats(LOGITS, INFO, STATS, vocab, row_step, num_chunks, CHUNK: tl.con
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(LOGITS + row.to(tl.int64) * row_step + place, mask=place < vocab, other=-float("inf")).to(tl.float32)
     temperature = tl.load(INFO + row * INFO_WIDTH + 6).to(tl.int32).to(tl.float32, bitcast=True)
-    y = x / tl.where(temperature > 0, temperature, 1.0)
+    y = x * tl.where(temperature > 0, 1.0 / temperature, 1.0)
     raw_peak = tl.maximum(tl.max(x, 0), -1e30)  # a chunk of -inf alone stays a number
     peak = tl.maximum(tl.max(y, 0), -1e30)
     at = STATS + (row * num_chunks + chunk) * 5
@@ -343,7 +338,7 @@ def _pick(
     row = tl.program_id(0)
     info = INFO + row * INFO_WIDTH
     temperature = tl.load(info + 6).to(tl.int32).to(tl.float32, bitcast=True)
-    divisor = tl.where(temperature > 0, temperature, 1.0)
+    inverse = tl.where(temperature > 0, 1.0 / temperature, 1.0)
     bits = _mix(tl.load(info + 5), tl.load(info + 4))
     u = (bits >> 40).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0)
     c = tl.arange(0, CHUNKS)
@@ -366,14 +361,14 @@ def _pick(
     place = tl.arange(0, CHUNK)
     at = chunk * CHUNK + place
     x = tl.load(LOGITS + row.to(tl.int64) * row_step + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
-    weights = tl.exp(x / divisor - peak)
+    weights = tl.exp(x * inverse - peak)
     inner = tl.cumsum(weights, 0)
     inner_last = tl.max(tl.where(weights > 0, place, 0), 0)
     offset = tl.minimum(tl.sum(tl.where(inner <= share * tl.max(inner, 0), 1, 0), 0), inner_last)
     greedy = tl.load(STATS + (row * num_chunks + greedy_chunk) * 5 + 4).to(tl.int32, bitcast=True)
     token = tl.where(temperature > 0, chunk * CHUNK + offset, greedy)
     chosen = tl.load(LOGITS + row.to(tl.int64) * row_step + token).to(tl.float32)
-    logprob = chosen / divisor - peak - tl.log(total)
+    logprob = chosen * inverse - peak - tl.log(total)
     tl.store(OUT + row, token)
     tl.store(OUT + out_step + row, logprob.to(tl.int32, bitcast=True))
     tl.store(OUT + 2 * out_step + row, (chosen - raw_peak - tl.log(raw_total)).to(tl.int32, bitcast=True))
