@@ -18,8 +18,10 @@ A batch's step comes from the trainer, which reports `batch_seq` with the metric
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import operator
 import queue
 import shutil
 import sqlite3
@@ -48,9 +50,8 @@ CREATE TABLE IF NOT EXISTS groups (
 CREATE UNIQUE INDEX IF NOT EXISTS groups_by_id ON groups (group_id);
 CREATE INDEX IF NOT EXISTS groups_by_batch ON groups (batch_seq);
 CREATE TABLE IF NOT EXISTS samples (
-  sample_id TEXT PRIMARY KEY, group_id TEXT NOT NULL, idx INTEGER NOT NULL, score REAL NOT NULL,
-  policy_versions TEXT, components TEXT) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS samples_by_group ON samples (group_id);
+  group_id TEXT NOT NULL, idx INTEGER NOT NULL, score REAL NOT NULL, policy_versions TEXT, components TEXT,
+  sample_id TEXT GENERATED ALWAYS AS (group_id || '/' || idx) VIRTUAL, PRIMARY KEY (group_id, idx)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS batches (
   seq INTEGER PRIMARY KEY, formed REAL, delivered REAL, acked REAL, committed REAL, deliveries INTEGER NOT NULL DEFAULT 0, step INTEGER);
 CREATE INDEX IF NOT EXISTS batches_by_step ON batches (step);
@@ -62,6 +63,10 @@ CREATE TABLE IF NOT EXISTS rejected (
   env TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL, last_time REAL NOT NULL, PRIMARY KEY (env, reason));
 CREATE TABLE IF NOT EXISTS archive (key INTEGER PRIMARY KEY, payload BLOB NOT NULL, binary INTEGER NOT NULL, size_bytes INTEGER NOT NULL);
 """
+
+
+_INTO_METRICS = "INSERT INTO metrics (time, source, step, name, value)"
+_ROWS_AT_ONCE = 100
 
 
 class RunLog:
@@ -106,7 +111,6 @@ class RunLog:
         self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + SCHEMA)
         self._archived = int(self._db.execute("SELECT coalesce(sum(size_bytes), 0) FROM archive").fetchone()[0])
         self._handlers: dict[str, Callable[..., None]] = {
-            "group": self._write_group,
             "rejected": self._write_rejected,
             "formed": self._write_formed,
             "moment": self._write_moment,
@@ -209,11 +213,14 @@ class RunLog:
         records = self._take(wait)
         waiting: list[threading.Event] = []
         with self._db:
-            for kind, *arguments in records:
-                if kind == "flush":
-                    waiting.append(arguments[0])
+            for kind, alike in itertools.groupby(records, key=operator.itemgetter(0)):
+                if kind == "group":
+                    self._write_groups([(event, payload) for _, event, payload in alike])
+                elif kind == "flush":
+                    waiting += [done for _, done in alike]
                 elif kind != "wake":
-                    self._handlers[kind](*arguments)
+                    for _, *arguments in alike:
+                        self._handlers[kind](*arguments)
             self._sample_rates()
             self._trim_archive()
         for event in waiting:
@@ -232,54 +239,55 @@ class RunLog:
             pass
         return records
 
-    def _write_group(self, event: GroupEvent, payload: bytes | None) -> None:
-        versions = [version for row in event.policy_versions or [] for version in row]
-        env = event.env_name or "unnamed"
-        self._names[event.env_id] = env
-        cursor = self._db.execute(
-            "INSERT INTO groups VALUES (?,?,?,?,?,?,?,?,?,?,?,?,NULL) ON CONFLICT DO NOTHING",
-            (
-                event.key, event.group_id, event.env_id, env, event.time, event.size, event.num_tokens,
-                sum(event.scores) / len(event.scores) if event.scores else None,
-                min(event.scores, default=None), max(event.scores, default=None),
-                min(versions, default=None), max(versions, default=None),
-            ),
-        )  # fmt: skip
-        if cursor.rowcount != 1:
-            return  # told twice: after a restart, or the same group under an id that is known
-        self._db.execute(
-            "INSERT INTO environments VALUES (?,1,?,?) ON CONFLICT (env) DO UPDATE SET "
-            "groups = groups + 1, samples = samples + excluded.samples, tokens = tokens + excluded.tokens",
-            (env, event.size, event.num_tokens),
+    def _write_groups(self, told: list[tuple[GroupEvent, bytes | None]]) -> None:
+        """Groups that came one after the other."""
+        told = self._insert_groups(told)
+        self._insert_many(
+            "INSERT OR IGNORE INTO samples (group_id, idx, score, policy_versions, components)",
+            [row for event, _ in told for row in _sample_rows(event)],
         )
-        components = event.reward_components or {}
-        self._db.executemany(
-            "INSERT OR IGNORE INTO samples VALUES (?,?,?,?,?,?)",
-            [
-                (
-                    f"{event.group_id}/{index}",
-                    event.group_id,
-                    index,
-                    score,
-                    json.dumps(event.policy_versions[index]) if event.policy_versions else None,
-                    json.dumps({name: values[index] for name, values in components.items()}) if components else None,
-                )
-                for index, score in enumerate(event.scores)
-            ],
-        )
-        self._note_rewards(event, env, components)
-        if payload is not None:
-            self._archive(event.key, payload, binary=event.binary)
+        metrics: list[tuple[Any, ...]] = []
+        totals: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])  # env -> groups, samples, tokens
+        for event, payload in told:
+            env = event.env_name or "unnamed"
+            self._names[event.env_id] = env
+            metrics += _reward_rows(event, f"groups:{env}", self._step)
+            for count, more in enumerate((1, event.size, event.num_tokens)):
+                totals[env][count] += more
+            if payload is not None:
+                self._archive(event.key, payload, binary=event.binary)
+        self._insert_many(_INTO_METRICS, metrics)
+        for env, (groups, samples, tokens) in totals.items():
+            self._db.execute(
+                "INSERT INTO environments VALUES (?,?,?,?) ON CONFLICT (env) DO UPDATE SET groups = groups + excluded.groups, "
+                "samples = samples + excluded.samples, tokens = tokens + excluded.tokens",
+                (env, groups, samples, tokens),
+            )
+            rates = self._rates[env]
+            rates[0] += groups
+            rates[1] += tokens
 
-    def _note_rewards(self, event: GroupEvent, env: str, components: dict[str, list[float]]) -> None:
-        """One point per group for the reward chart: the mean score and the mean of each component."""
-        if event.scores:
-            means = {"reward": sum(event.scores) / len(event.scores)}
-            means |= {f"reward/{name}": sum(values) / len(values) for name, values in components.items() if values}
-            self._write_metrics(f"groups:{env}", self._step, event.time, means)
-        rates = self._rates[env]
-        rates[0] += 1
-        rates[1] += event.num_tokens
+    def _insert_groups(self, told: list[tuple[GroupEvent, bytes | None]]) -> list[tuple[GroupEvent, bytes | None]]:
+        """The groups that are news: not those told twice, after a restart or under an id that is known."""
+        known, before = self._keys_among(told), self._db.total_changes
+        self._insert_many("INSERT INTO groups", [_group_row(event) for event, _ in told], "ON CONFLICT DO NOTHING")
+        if self._db.total_changes - before == len(told):
+            return told
+        added = self._keys_among(told) - known
+        return [(event, payload) for event, payload in told if event.key in added]
+
+    def _keys_among(self, told: list[tuple[GroupEvent, bytes | None]]) -> set[int]:
+        """Keys in the table that lie between the lowest and the highest of these."""
+        keys = [event.key for event, _ in told]
+        rows = self._db.execute("SELECT key FROM groups WHERE key BETWEEN ? AND ?", (min(keys), max(keys)))
+        return {key for (key,) in rows}
+
+    def _insert_many(self, into: str, rows: list[tuple[Any, ...]], tail: str = "") -> None:
+        """Many rows with few statements: every statement gives the interpreter's lock away and has to get it back."""
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            some = rows[start : start + _ROWS_AT_ONCE]
+            marks = ",".join(["(" + ",".join("?" * len(some[0])) + ")"] * len(some))
+            self._db.execute(f"{into} VALUES {marks} {tail}", list(itertools.chain.from_iterable(some)))
 
     def _archive(self, key: int, payload: bytes, *, binary: bool) -> None:
         import zstandard
@@ -314,9 +322,11 @@ class RunLog:
             "INSERT INTO batches (seq, formed) VALUES (?,?) ON CONFLICT (seq) DO UPDATE SET formed = excluded.formed",
             (seq, when),
         )
-        members = [(seq, group_id) for group_id in group_ids]
-        self._db.executemany("INSERT OR IGNORE INTO members VALUES (?,?)", members)
-        self._db.executemany("UPDATE groups SET batch_seq = ? WHERE group_id = ?", members)
+        self._insert_many("INSERT OR IGNORE INTO members", [(seq, group_id) for group_id in group_ids])
+        for start in range(0, len(group_ids), _ROWS_AT_ONCE):
+            some = group_ids[start : start + _ROWS_AT_ONCE]
+            marks = ",".join("?" * len(some))
+            self._db.execute(f"UPDATE groups SET batch_seq = ? WHERE group_id IN ({marks})", (seq, *some))
 
     def _write_moment(self, column: str, seq: int, when: float) -> None:
         count = ", deliveries = deliveries + 1" if column == "delivered" else ""
@@ -332,10 +342,8 @@ class RunLog:
             self._step = max(self._step, step)
             if (seq := metrics.get("batch_seq")) is not None:
                 self._write_step(step, int(seq))
-        self._db.executemany(
-            "INSERT INTO metrics (time, source, step, name, value) VALUES (?,?,?,?,?)",
-            [(when, source, step, name, float(value)) for name, value in metrics.items() if value == value],
-        )
+        rows = [(when, source, step, name, float(value)) for name, value in metrics.items() if value == value]
+        self._insert_many(_INTO_METRICS, rows)
 
     def _write_step(self, step: int, seq: int) -> None:
         """A step was trained on a batch. Steps whose report a killed server took with it are filled in where they are certain:
@@ -368,6 +376,44 @@ class RunLog:
                 f"groups:{env}", self._step, now, {"groups_per_s": groups / span, "tokens_per_s": tokens / span}
             )
         self._rates.clear()
+
+
+def _group_row(event: GroupEvent) -> tuple[Any, ...]:
+    """Of the table `groups`."""
+    scores, versions = event.scores, [version for row in event.policy_versions or [] for version in row]
+    return (
+        event.key, event.group_id, event.env_id, event.env_name or "unnamed", event.time, event.size, event.num_tokens,
+        sum(scores) / len(scores) if scores else None, min(scores, default=None), max(scores, default=None),
+        min(versions, default=None), max(versions, default=None), None,
+    )  # fmt: skip
+
+
+def _sample_rows(event: GroupEvent) -> list[tuple[Any, ...]]:
+    """Of the table `samples`."""
+    versions, components = event.policy_versions, event.reward_components
+    return [
+        (
+            event.group_id,
+            index,
+            score,
+            json.dumps(versions[index]) if versions else None,
+            json.dumps({name: values[index] for name, values in components.items()}) if components else None,
+        )
+        for index, score in enumerate(event.scores)
+    ]
+
+
+def _reward_rows(event: GroupEvent, source: str, step: int) -> list[tuple[Any, ...]]:
+    """Of the table `metrics`: one point per group for the reward chart, the mean score and the mean of each component."""
+    if not event.scores:
+        return []
+    means = {"reward": sum(event.scores) / len(event.scores)}
+    means |= {
+        f"reward/{name}": sum(values) / len(values)
+        for name, values in (event.reward_components or {}).items()
+        if values
+    }
+    return [(event.time, source, step, name, mean) for name, mean in means.items() if mean == mean]
 
 
 def read_run_log(path: str | Path) -> sqlite3.Connection:
