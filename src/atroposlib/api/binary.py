@@ -93,14 +93,11 @@ def _check(payload: bytes) -> WireGroup:
             raise WireError(f"'lengths' holds {min(sizes)}; lengths are not negative", "lengths")
         check_lengths(sizes, sizes, scores, {})  # says what is wrong, if anything is
     total = sum(sizes)
-    for name, data in (("tokens", group.tokens), ("masks", group.masks)):
-        if len(data) != total * INT.itemsize:
+    if len(group.tokens) != 4 * total or len(group.masks) != 4 * total:
+        for name, data in (("tokens", group.tokens), ("masks", group.masks)):
             _expect(_array(data, INT, name), total, name)
-    for name, values in (("inference_logprobs", group.inference_logprobs), ("ref_logprobs", group.ref_logprobs)):
-        if values is not None and (len(values) != total * FLOAT.itemsize or not native_scan.all_finite(values)):
-            numbers = _array(values, FLOAT, name)  # says what is wrong, if anything is
-            _expect(numbers, total, name)
-            _expect_finite(numbers, name)
+    _check_logprobs(group.inference_logprobs, total, "inference_logprobs")
+    _check_logprobs(group.ref_logprobs, total, "ref_logprobs")
     if group.advantages is not None:
         flat, rows = (
             _array(group.advantages.values, FLOAT, "advantages"),
@@ -123,6 +120,14 @@ def _check(payload: bytes) -> WireGroup:
         policy_versions=group.policy_versions,
         reward_components=group.reward_components,
     )
+
+
+def _check_logprobs(values: memoryview | None, total: int, name: str) -> None:
+    if values is None or (len(values) == 4 * total and native_scan.all_finite(values)):
+        return
+    numbers = _array(values, FLOAT, name)  # says what is wrong, if anything is
+    _expect(numbers, total, name)
+    _expect_finite(numbers, name)
 
 
 def _check_said(group: _BinaryGroup) -> None:
