@@ -53,7 +53,7 @@ def naive_decode(case: dict[str, Any], scale: float, window: int | None, softcap
 def test_paged_decode(
     heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None, dtype: torch.dtype
 ) -> None:
-    from atlaslib.engine import kernels
+    from atlaslib.engine.cuda import kernels
 
     case = paged_case(heads, kv_heads, dim, [1, 16, 17, 100, 128, 63], dtype)
     ours = kernels.paged_decode(**case, scale=dim**-0.5, window=window, softcap=softcap).double()
@@ -63,7 +63,7 @@ def test_paged_decode(
 
 
 def test_write_kv_puts_rows_where_the_slots_say_and_skips_negative_ones() -> None:
-    from atlaslib.engine import kernels
+    from atlaslib.engine.cuda import kernels
 
     keys = torch.zeros(4, 16, 3, 20, device=DEVICE)
     values = torch.zeros(4, 16, 3, 24, device=DEVICE)
@@ -84,7 +84,7 @@ def test_write_kv_puts_rows_where_the_slots_say_and_skips_negative_ones() -> Non
 def test_add_norm_is_the_addition_and_the_norm_module(dtype: torch.dtype) -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    from atlaslib.engine import kernels
+    from atlaslib.engine.cuda import kernels
 
     norm = LlamaRMSNorm(896, eps=1e-5).to(DEVICE, dtype)
     norm.weight.data.normal_(1.0, 0.3)
@@ -101,7 +101,7 @@ def test_add_norm_is_the_addition_and_the_norm_module(dtype: torch.dtype) -> Non
 def test_a_down_projection_in_parts_is_the_layer_s(rows: int) -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    from atlaslib.engine import fused, kernels
+    from atlaslib.engine.cuda import fused, kernels
 
     linear = torch.nn.Linear(9472, 3584, bias=False, device=DEVICE, dtype=torch.bfloat16)
     norm = LlamaRMSNorm(3584, eps=1e-5).to(DEVICE, torch.bfloat16)
@@ -125,7 +125,7 @@ def test_a_down_projection_in_parts_is_the_layer_s(rows: int) -> None:
 def test_rope_and_write_is_what_the_modules_do(head_norms: bool, keep_key: bool) -> None:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-    from atlaslib.engine import kernels
+    from atlaslib.engine.cuda import kernels
 
     rows, heads, kv_heads, dim = 5, 6, 2, 32
     together = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=DEVICE)
@@ -164,7 +164,7 @@ def make_info(rows: int, temperatures: torch.Tensor, seeds: torch.Tensor) -> tor
 
 
 def test_sampling_kernel_agrees_with_the_plain_functions() -> None:
-    from atlaslib.engine import kernels
+    from atlaslib.engine.cuda import kernels
     from atlaslib.engine.sampling import inverse_cdf, token_logprobs, uniforms
 
     rows, vocab = 512, 50_257
@@ -189,7 +189,7 @@ def test_sampling_kernel_agrees_with_the_plain_functions() -> None:
 
 
 def test_sampling_kernel_draws_from_the_distribution() -> None:
-    from atlaslib.engine import kernels
+    from atlaslib.engine.cuda import kernels
 
     rows = 20_000
     probs = torch.tensor([0.5, 0.2, 0.0, 0.05, 0.25], device=DEVICE)

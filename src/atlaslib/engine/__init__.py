@@ -1,7 +1,8 @@
 """The embedded inference engine: samples from the very Hugging Face module a trainer optimises.
 
 Read in this order: engine.py (the step), scheduler.py, block_manager.py, sequence.py, model_runner.py, attention.py,
-sampling.py; then engine_thread.py, exact.py and, for CUDA, kernels.py and cuda_runner.py.
+sampling.py; then engine_thread.py and exact.py. What makes it fast on a device is beside it, in cpu/ and cuda/; server.py and
+openai_*.py put it on the network.
 """
 
 from __future__ import annotations

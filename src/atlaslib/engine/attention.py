@@ -98,7 +98,7 @@ class StepContext:
     attend: AttendFn | None = None  # set: another implementation of the whole thing (Triton, exact)
     written: bool = False  # the step's keys and values are in the cache before `attend` is called (fused.FusedStack)
     table_rows: Tensor | None = None  # int64 [B], CUDA decode: rows of `tables`, or of the runner's when that is None
-    ragged: tuple[Tensor, Tensor, int, int, Tensor | None] | None = None  # CUDA prefill: see cuda_runner.ragged_layout
+    ragged: tuple[Tensor, Tensor, int, int, Tensor | None] | None = None  # CUDA prefill: see cuda/runner.py
     keep: Tensor | None = None  # CUDA prefill: the rows whose logits are wanted, see fused.FusedStack
     recorded: dict[int, LayerShape] | None = None  # set: only note the shapes (start-up)
 

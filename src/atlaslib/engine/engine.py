@@ -367,7 +367,7 @@ class Engine:
 def make_runner(model: Any, config: EngineConfig, max_model_len: int) -> ModelRunner:
     """The runner for the model's device."""
     if next(model.parameters()).device.type == "cuda":
-        from atlaslib.engine.cuda_runner import CudaRunner
+        from atlaslib.engine.cuda.runner import CudaRunner
 
         return CudaRunner(model, config, max_model_len)
     return ModelRunner(model, config, max_model_len)

@@ -4,7 +4,7 @@ The engine computes a token's log-prob from one new row and a cache; a trainer c
 ordinary float arithmetic the two differ in the last bits, because libraries choose another order of summation for
 another shape. Here every sum has one fixed order: matrix products run in tiles of 32 rows, attention in tiles of 16
 query rows and 32 keys counted from the sequence's first token, functions like exp in pieces that always take the same
-vector code (CUDA: see `exact_cuda`). Both sides use the same functions, so both get the same bits:
+vector code (CUDA: see `cuda.exact_kernels`). Both sides use the same functions, so both get the same bits:
 
     with exact_forward(model):                       # the trainer's pass; right padding
         logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
@@ -61,10 +61,10 @@ def last_sum(x: Tensor) -> Tensor:
 class _CudaRowSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        from atlaslib.engine import exact_cuda
+        from atlaslib.engine.cuda import exact_kernels
 
         ctx.shape = x.shape
-        return exact_cuda.row_sum(x)
+        return exact_kernels.row_sum(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Tensor:
@@ -75,9 +75,9 @@ class _CudaRowSum(torch.autograd.Function):
 def _tiled_product(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T in products of exactly LINEAR_ROWS rows."""
     if x.is_cuda:
-        from atlaslib.engine import exact_cuda
+        from atlaslib.engine.cuda import exact_kernels
 
-        return exact_cuda.product(x, weight)
+        return exact_kernels.product(x, weight)
     rows = x.shape[0]
     padded = functional.pad(x, (0, 0, 0, -rows % LINEAR_ROWS)) if rows % LINEAR_ROWS else x.contiguous()
     out = x.new_empty(padded.shape[0], weight.shape[0])
@@ -212,9 +212,9 @@ class _ExactAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value)
         ctx.settings = scale, window, softcap
         if query.is_cuda:
-            from atlaslib.engine import exact_cuda
+            from atlaslib.engine.cuda import exact_kernels
 
-            return exact_cuda.attention(query, key, value, scale, window, softcap)
+            return exact_kernels.attention(query, key, value, scale, window, softcap)
         out = exact_attention(*_by_key_head(query, key, value, window), scale, softcap)
         return out.reshape(*query.shape[:3], -1)
 

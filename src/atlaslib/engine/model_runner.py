@@ -20,7 +20,7 @@ from torch import Tensor
 from atlaslib.engine import attention, exact, memory
 from atlaslib.engine.attention import KVCache, LayerShape, Span, StepContext
 from atlaslib.engine.config import EngineConfig
-from atlaslib.engine.lean_decode import lean_decode_for
+from atlaslib.engine.cpu.lean_decode import lean_decode_for
 from atlaslib.engine.output import ScoredRows
 from atlaslib.engine.sampling import RowParams, sample, token_logprobs
 from atlaslib.engine.scheduler import Chunk, DecodePlan, PrefillPlan

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from atlaslib.engine import Engine, EngineConfig, SamplingParams, native_decode, native_sampling
-from atlaslib.engine.lean_decode import LeanDecode
+from atlaslib.engine import Engine, EngineConfig, SamplingParams
+from atlaslib.engine.cpu import native_decode, native_sampling
+from atlaslib.engine.cpu.lean_decode import LeanDecode
 from atlaslib.models.zoo import tiny_causal_lm
 
 PROMPTS = [[5, 9, 200, 31], [7], list(range(20, 57))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from atlaslib.engine import native_decode
+from atlaslib.engine.cpu import native_decode
 
 
 def sample_rows(

@@ -1,4 +1,4 @@
-"""The compiled decode step (`decode.c`) over the weights of a :class:`~atlaslib.engine.lean_decode.LeanDecode` model.
+"""The compiled decode step (`decode.c`) over the weights of a :class:`~atlaslib.engine.cpu.lean_decode.LeanDecode` model.
 
 Addresses of the weights are read anew at every step, so an optimizer step or a replaced tensor is seen at once. Rows of a step
 are shared among threads: each calls into C, which needs no Python lock, with its own rows.

@@ -4,7 +4,7 @@ At a few rows per step a small model spends most of its time in module calls. Th
 module's own weight tensors, read anew every step, so there is nothing to refresh after an optimizer step. Only models
 whose every part is of a known class are taken (:func:`lean_decode_for`), and before each step :meth:`LeanDecode.usable` looks
 for hooks, replaced parts and autocast; whenever something is unusual the caller runs the module itself. Where a C compiler
-is at hand the whole step is one compiled function (:mod:`atlaslib.engine.native_decode`), else torch calls one after the other.
+is at hand the whole step is one compiled function (:mod:`atlaslib.engine.cpu.native_decode`), else torch calls one after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.modules import module as torch_module
 
 from atlaslib.engine.attention import StepContext, attend_torch
-from atlaslib.engine.native_decode import native_decode_for
+from atlaslib.engine.cpu.native_decode import native_decode_for
 
 logger = logging.getLogger(__name__)
 _FAMILIES = {f"{name}ForCausalLM": name.lower() for name in ("Llama", "Qwen2", "Qwen3", "Mistral")}

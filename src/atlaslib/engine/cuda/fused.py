@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from atlaslib.engine import attention, kernels
+from atlaslib.engine import attention
 from atlaslib.engine.attention import StepContext
+from atlaslib.engine.cuda import kernels
 
 logger = logging.getLogger(__name__)
 _FAMILIES = ("llama", "qwen2", "qwen3", "mistral")

@@ -376,7 +376,7 @@ def _pick(
 
 
 def sample_rows(logits: Tensor, info: Tensor, out: Tensor, last_tokens: Tensor) -> None:
-    """Plain sampling of [R, V] by `info` (see cuda_runner); writes token, log-prob and raw log-prob bits to out [3, >= R]."""
+    """Plain sampling of [R, V] by `info` (see runner.py); writes token, log-prob and raw log-prob bits to out [3, >= R]."""
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, SAMPLE_CHUNK)
     stats = torch.empty(rows, chunks, 5, dtype=torch.float32, device=logits.device)

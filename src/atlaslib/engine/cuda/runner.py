@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlaslib.engine import attention, kernels
+from atlaslib.engine import attention
 from atlaslib.engine.attention import StepContext
 from atlaslib.engine.config import EngineConfig
-from atlaslib.engine.fused import FusedStack
+from atlaslib.engine.cuda import kernels
+from atlaslib.engine.cuda.fused import FusedStack
 from atlaslib.engine.model_runner import ModelRunner, StepResult
 from atlaslib.engine.scheduler import DecodePlan
 from atlaslib.engine.sequence import SlotTable

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from atlaslib.engine import kernels
+from atlaslib.engine.cuda import kernels
 
 _BLOCK = 16  # tokens of a cache block in the trainer's pass
 
