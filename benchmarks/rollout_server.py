@@ -34,7 +34,7 @@ CACHE = ROOT / ".cache"
 DOC = ROOT / "docs" / "benchmarks" / "rollout_server.md"
 GROUPS_PER_BATCH = BATCH // SEQUENCES
 BINARY_TYPE = "application/vnd.atropos+msgpack"
-WARM_BYTES = 600_000_000
+WARM_BYTES = 1_200_000_000
 JSON_HEADERS = "Content-Type: application/json"
 
 

@@ -217,7 +217,7 @@ class HotRoutes:
             arrived = await self._send_parts(scope, receive, send, parts, _BINARY if as_binary else b"application/json")
         finally:
             if not arrived:
-                self.service.undelivered(delivery)
+                self.service.undelivered(delivery.batch, delivery.lease)
         if not arrived:
             return 499
         self._watch(scope, delivery)  # before anything else can happen on the connection
@@ -230,9 +230,14 @@ class HotRoutes:
         if connection is None:
             return
 
+        batch, lease = (
+            delivery.batch,
+            delivery.lease,
+        )  # not the groups: a connection may live long, and be garbage longer
+
         def lost(error: Exception | None) -> None:
             if isinstance(error, ConnectionResetError | BrokenPipeError):
-                self.service.undelivered(delivery)
+                self.service.undelivered(batch, lease)
 
         connection.on_lost = lost
 

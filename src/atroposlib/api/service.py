@@ -124,7 +124,7 @@ class RolloutService:
         try:
             delivery.payloads = await self._payloads(groups)
         except BaseException:
-            self.undelivered(delivery)
+            self.undelivered(batch, lease)
             raise
         return delivery
 
@@ -192,11 +192,10 @@ class RolloutService:
         except JournalError as error:  # the reply is out; without this record the batch may come twice after a restart
             logger.warning("that batch %d arrived could not be noted: %s", batch.seq, error)
 
-    def undelivered(self, delivery: Delivery) -> None:
-        """The client went away without the reply: the batch waits for the next who asks."""
-        batch = delivery.batch
+    def undelivered(self, batch: Batch, lease: int) -> None:
+        """The client to whom it was leased went away without the reply: the batch waits for the next who asks."""
         self._sent(batch.seq)
-        if batch.lease == delivery.lease and self.store.ledger.give_back(batch.seq):
+        if batch.lease == lease and self.store.ledger.give_back(batch.seq):
             logger.warning(
                 "batch %d was not received (the client closed the connection); it will be delivered again", batch.seq
             )

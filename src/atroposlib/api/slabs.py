@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-SLAB_BYTES = 16 * 2**20
+SLAB_BYTES = 64 * 2**20
 SPARE_BYTES = 256 * 2**20
 _ALIGN = 64
 
@@ -32,7 +32,7 @@ class Slabs:
 
     def take(self, length: int) -> memoryview:
         """So many writable bytes, with anything in them."""
-        if length > SLAB_BYTES // 2:  # would leave too much of a mapping empty
+        if length > SLAB_BYTES // 4:  # would leave too much of a mapping empty
             return memoryview(new_mapping(length))
         with self._lock:
             return self._next(length)

@@ -7,9 +7,11 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +20,10 @@ from rollout_calls import Caller, env_registration, group, registration
 
 from atroposlib.api import committer
 from atroposlib.api.events import BatchAcked, BatchFormed, Committed, GroupAdded, Registered
+from atroposlib.api.hot_routes import HotRoutes
 from atroposlib.api.journal import Journal
 from atroposlib.api.leases import LeaseState
+from atroposlib.api.middleware import BodyLimits
 from atroposlib.api.schemas import Registration
 from atroposlib.api.service import RolloutService
 from atroposlib.api.store import RolloutStore
@@ -430,5 +434,26 @@ def test_a_nearly_full_disk_takes_no_groups_but_positions(tmp_path: Path) -> Non
         await service.commit(1, 1)
         await _take(service, 1)
         assert service.store.ledger.committed == 1
+
+    _run(tmp_path, work)
+
+
+def test_a_connection_that_was_sent_a_batch_keeps_none_of_its_groups(tmp_path: Path) -> None:
+    """A connection that is lost at once is garbage for long: it must not hold memory that the queue wants to use again."""
+
+    async def work(service: RolloutService) -> None:
+        await _fill(service, 1)
+        delivery = await service.next_batch(plain=True)
+        assert delivery is not None
+        connection = SimpleNamespace(on_lost=None)
+        before = sys.getrefcount(delivery)
+        HotRoutes(None, service, BodyLimits())._watch({"atropos.connection": connection}, delivery)  # type: ignore[arg-type]
+        assert sys.getrefcount(delivery) == before
+        await service.delivered(delivery)
+        assert service.store.ledger.batches[1].state is LeaseState.LEASED
+        connection.on_lost(ConnectionResetError())
+        again = await service.next_batch(plain=True)
+        assert again is not None
+        assert again.batch.seq == 1
 
     _run(tmp_path, work)
