@@ -23,10 +23,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import functools
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -243,7 +244,8 @@ class Journal:
         batch, self._batch = self._batch, []
         if result.error is not None:
             logger.error("the journal cannot be %s: %s", "synced" if result.in_sync else "written", result.error)
-            self._do_aside(lambda: self._rescue(batch, result), lambda: self._answer(batch))
+            rescue = functools.partial(asyncio.to_thread, self._rescue, batch, result)
+            self._do_aside(rescue, functools.partial(self._answer, batch))
             return
         self.segments.grow(self._size_then, self._lsn_then)
         if result.in_sync:
@@ -256,28 +258,26 @@ class Journal:
     def _answer(self, batch: list[_Write]) -> None:
         """Apply what is on disk, in order, and answer; then on to the next commit."""
         for write in batch:
-            if write.error is None:
+            try:
                 self._apply(write)
-            else:
-                self.failed_writes += 1
-                reason = (
-                    f"the journal in {self.folder} cannot be written: {write.error}; free some space and send it again"
-                )
-                write.done(None, JournalError(reason))
+            except Exception:  # of the one who is answered; the others must not suffer from it
+                logger.exception("answering after a commit failed")
         if self.segments.size >= self.segment_bytes:
-            snapshot = self._snapshot()
-            self._do_aside(lambda: self._rotate(snapshot), self._rotated)
+            self._do_aside(self._rotate, self._rotated)
         else:
             self._go_on()
 
     def _apply(self, write: _Write) -> None:
+        if write.error is not None:
+            self.failed_writes += 1
+            reason = f"the journal in {self.folder} cannot be written: {write.error}; free some space and send it again"
+            write.done(None, JournalError(reason))
+            return
         self._needed(write.location)
         self._applied_lsn = write.lsn
         try:
             result = write.apply(write.location)
-        except (
-            Exception
-        ) as error:  # applying is bookkeeping that must not fail; if it does, the request has to hear of it
+        except Exception as error:  # bookkeeping that must not fail; if it does, the request has to hear of it
             logger.exception("applying a journalled event failed")
             write.done(None, error)
             return
@@ -290,12 +290,12 @@ class Journal:
         elif self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
-    def _do_aside(self, work: Callable[[], object], after: Callable[[], None]) -> None:
-        """Something slow, on a thread, while no commit is written; then `after` on the loop."""
+    def _do_aside(self, work: Callable[[], Coroutine[Any, Any, object]], after: Callable[[], None]) -> None:
+        """Something slow while no commit is written; then `after`."""
 
         async def aside() -> None:
             try:
-                await asyncio.to_thread(work)
+                await work()
             except Exception:  # whatever it is, the next commits must not wait for it
                 logger.exception("the journal is in trouble")
             after()
@@ -314,9 +314,7 @@ class Journal:
                 error = self._sync() if self.durability == "safe" else None
                 if error is not None:
                     segments.cut_back(*before)
-        except (
-            Exception
-        ) as failed:  # without an answer the clients would wait for ever: whatever it is, they hear of it
+        except Exception as failed:  # without an answer the clients would wait for ever; they hear of it
             logger.exception("writing the journal failed")
             error = OSError(errno.EIO, f"{type(failed).__name__}: {failed}")
         for write in batch:
@@ -352,7 +350,7 @@ class Journal:
             self._loop.call_later(self.interval_s, self._sync_in_time)
             return
         self._busy = True
-        self._do_aside(self._sync, self._go_on)
+        self._do_aside(functools.partial(asyncio.to_thread, self._sync), self._go_on)
 
     def _sync(self) -> OSError | None:
         started = time.monotonic()
@@ -386,8 +384,11 @@ class Journal:
         """The store as it is now."""
         return _Snapshot(take_snapshot(self._store, self._applied_lsn), self._applied_lsn, set(self._live))
 
-    def _rotate(self, snapshot: _Snapshot) -> None:
-        """On a thread: the segment is full. What nobody needs any more is the next one."""
+    async def _rotate(self) -> None:
+        """The segment is full. What nobody needs any more is the next one."""
+        await asyncio.to_thread(self._start_segment, self._snapshot())
+
+    def _start_segment(self, snapshot: _Snapshot) -> None:
         try:
             self.segments.sync()
             self._keep(snapshot)

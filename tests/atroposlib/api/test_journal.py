@@ -457,3 +457,26 @@ def test_a_connection_that_was_sent_a_batch_keeps_none_of_its_groups(tmp_path: P
         assert again.batch.seq == 1
 
     _run(tmp_path, work)
+
+
+def test_an_answer_that_fails_harms_nobody_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def work(service: RolloutService) -> list[Any]:
+        await _fill(service, 1)
+        journal, answers = service.journal, []
+        assert journal is not None
+
+        def unhappy(answer: Any, error: Exception | None) -> None:
+            raise RuntimeError("the client's connection is in pieces")
+
+        def happy(answer: Any, error: Exception | None) -> None:
+            answers.append((answer, error))
+
+        for number, done in enumerate((happy, unhappy, happy)):
+            journal.write(BatchAcked([], False), b"", lambda _, number=number: number, done)  # type: ignore[misc]
+        await service.ack(0)
+        return answers
+
+    with caplog.at_level("ERROR"):
+        _, answers = _run(tmp_path, work)
+    assert answers == [(0, None), (2, None)]
+    assert "answering after a commit failed" in caplog.text
