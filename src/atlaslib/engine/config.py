@@ -7,7 +7,7 @@ deeper in the engine has to look at it again.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from atlaslib.errors import ConfigError, EngineInputError, unknown_name_message
@@ -145,15 +145,6 @@ class SamplingParams:
         unpenalised = self.presence_penalty == 0.0 and self.frequency_penalty == 0.0
         untruncated = self.top_k == 0 and self.top_p == 1.0 and self.min_p == 0.0
         return untouched and unpenalised and (untruncated or self.greedy) and self.logprobs == 0
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
-        """From parsed JSON; an unknown field is an error that names the nearest known one."""
-        known = [f.name for f in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise EngineInputError(unknown_name_message("sampling parameter", name, known))
-        return cls(**values)
 
 
 _WHOLE_RANGES: list[tuple[str, int, int | None]] = [
