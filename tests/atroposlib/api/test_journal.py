@@ -253,8 +253,8 @@ def test_a_segment_nobody_needs_is_written_over(tmp_path: Path) -> None:
     assert sorted(path.suffix for path in folder.iterdir() if path.suffix == ".spare") == []  # an orderly end
     for _ in range(2):
         again, _ = _run(copy, lambda s: asyncio.sleep(0), segment_bytes=10_000)
-        assert {key: json.loads(kept.payload or b"") for key, kept in again.groups.items()} == {
-            key: json.loads(kept.payload or b"") for key, kept in live.groups.items()
+        assert {key: json.loads(bytes(kept.payload or b"")) for key, kept in again.groups.items()} == {
+            key: json.loads(bytes(kept.payload or b"")) for key, kept in live.groups.items()
         }
         assert (again.ledger.committed, again.ledger.next_seq, len(again.groups)) == (120, 121, 3)
 
