@@ -35,7 +35,7 @@ from typing import Any, Literal, NamedTuple
 from atroposlib.api import committer
 from atroposlib.api.events import Event, GroupAdded, encode_event
 from atroposlib.api.segments import Segments, record_bytes
-from atroposlib.api.snapshot import restore_snapshot, take_snapshot
+from atroposlib.api.snapshot import Snapshot, encode_snapshot, restore_snapshot, take_snapshot
 from atroposlib.api.store import Counters, RolloutStore, StoredGroup
 from atroposlib.errors import JournalError
 
@@ -51,10 +51,9 @@ _ENOUGH_TURNS = 16
 
 
 class _Snapshot(NamedTuple):
-    """The small state after record `lsn`, and the segments in which it has groups."""
+    """The small state after some record, and the segments in which it has groups."""
 
-    data: bytes
-    lsn: int
+    state: Snapshot
     live: set[int]
 
 
@@ -382,7 +381,7 @@ class Journal:
 
     def _snapshot(self) -> _Snapshot:
         """The store as it is now."""
-        return _Snapshot(take_snapshot(self._store, self._applied_lsn), self._applied_lsn, set(self._live))
+        return _Snapshot(take_snapshot(self._store, self._applied_lsn), set(self._live))
 
     async def _rotate(self) -> None:
         """The segment is full. What nobody needs any more is the next one."""
@@ -404,11 +403,11 @@ class Journal:
     def _keep(self, snapshot: _Snapshot) -> None:
         """Replace the snapshot; then segments that it needs neither for a group nor for a record are given up."""
         try:
-            _replace_file(self.folder / "snapshot", snapshot.data)
+            _replace_file(self.folder / "snapshot", encode_snapshot(snapshot.state))
         except OSError as error:
             logger.error("no snapshot could be written: %s", error)
             return
-        self.segments.give_up_dead(snapshot.live, snapshot.lsn)
+        self.segments.give_up_dead(snapshot.live, snapshot.state.lsn)
 
     def read(self, location: Location | None) -> bytes:
         """The payload at a location."""

@@ -11,7 +11,7 @@ import msgspec
 from atroposlib.api.batching import GroupMeta
 from atroposlib.api.events import EnvRegistered, Registered
 from atroposlib.api.leases import Batch, LeaseState
-from atroposlib.api.store import RolloutStore, StoredGroup
+from atroposlib.api.store import IdTable, RolloutStore, StoredGroup
 from atroposlib.errors import JournalError
 
 _VERSION = 1
@@ -70,10 +70,10 @@ class Snapshot(msgspec.Struct):
     version: int = _VERSION
 
 
-def take_snapshot(store: RolloutStore, lsn: int) -> bytes:
-    """The state as of record `lsn`, encoded, with a checksum in front."""
+def take_snapshot(store: RolloutStore, lsn: int) -> Snapshot:
+    """The state as of record `lsn`, apart from the store: it may change while this is encoded on a thread."""
     ledger = store.ledger
-    snapshot = Snapshot(
+    return Snapshot(
         lsn=lsn,
         next_key=store.next_key,
         next_seq=ledger.next_seq,
@@ -111,18 +111,23 @@ def take_snapshot(store: RolloutStore, lsn: int) -> bytes:
         batches=[_Batch(b.seq, b.keys, b.state, b.sent, b.sent_plain, b.retained) for b in ledger.batches.values()],
         seen=[_pack_seen(store.seen.older), _pack_seen(store.seen.recent)],
     )
+
+
+def encode_snapshot(snapshot: Snapshot) -> bytes:
+    """With a checksum in front."""
     data = msgspec.msgpack.encode(snapshot)
     return zlib.crc32(data).to_bytes(4, "little") + data
 
 
-def _pack_seen(seen: dict[bytes, int]) -> _Seen:
-    buffered = {digest: answer for digest, answer in seen.items() if answer >= 0}
-    return _Seen(b"".join(seen), buffered)
+def _pack_seen(seen: IdTable) -> _Seen:
+    return _Seen(bytes(seen.digests), seen.buffered.copy())
 
 
-def _unpack_seen(seen: _Seen) -> dict[bytes, int]:
-    blob = seen.received
-    return dict.fromkeys((blob[i : i + 16] for i in range(0, len(blob), 16)), -1) | seen.buffered
+def _unpack_seen(saved: _Seen) -> IdTable:
+    seen, blob = IdTable(), saved.received
+    seen.answers = dict.fromkeys((blob[i : i + 16] for i in range(0, len(blob), 16)), -1) | saved.buffered
+    seen.digests, seen.buffered = bytearray(blob), saved.buffered
+    return seen
 
 
 def restore_snapshot(path: Path, store: RolloutStore, read: Callable[[tuple[int, int, int]], bytes]) -> int:

@@ -66,24 +66,41 @@ class StoredGroup:
     """Journal segment, offset and length of the payload."""
 
 
+class IdTable:
+    """Ids, by digest, and what was answered. Also keeps the digests one after the other, so that saving needs no walk over them."""
+
+    def __init__(self) -> None:
+        self.answers: dict[bytes, int] = {}
+        self.digests = bytearray()  # 16 bytes each
+        self.buffered: dict[bytes, int] = {}  # those whose answer was a buffer size
+
+    def put(self, digest: bytes, answer: int) -> None:
+        self.answers[digest] = answer
+        self.digests += digest
+        if answer >= 0:
+            self.buffered[digest] = answer
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+
 class SeenIds:
     """The ids of the last groups and what was answered; bounded: at least `limit` ids are remembered, at most twice as many."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.recent: dict[bytes, int] = {}
-        self.older: dict[bytes, int] = {}
+        self.recent, self.older = IdTable(), IdTable()
 
     def get(self, group_id: str) -> int | None:
         """What was answered: the buffer size, or -1 for received; None for an id not seen."""
         digest = _digest(group_id)
-        found = self.recent.get(digest)
-        return self.older.get(digest) if found is None else found
+        found = self.recent.answers.get(digest)
+        return self.older.answers.get(digest) if found is None else found
 
     def put(self, group_id: str, answer: int) -> None:
         if len(self.recent) >= self.limit:
-            self.older, self.recent = self.recent, {}
-        self.recent[_digest(group_id)] = answer
+            self.older, self.recent = self.recent, IdTable()
+        self.recent.put(_digest(group_id), answer)
 
 
 @functools.lru_cache(maxsize=1024)  # an id that is put was asked for just before

@@ -26,6 +26,7 @@ from atroposlib.api.leases import LeaseState
 from atroposlib.api.middleware import BodyLimits
 from atroposlib.api.schemas import Registration
 from atroposlib.api.service import RolloutService
+from atroposlib.api.snapshot import encode_snapshot, restore_snapshot, take_snapshot
 from atroposlib.api.store import RolloutStore
 from atroposlib.api.wire import parse_json_groups
 from atroposlib.errors import JournalError
@@ -480,3 +481,22 @@ def test_an_answer_that_fails_harms_nobody_else(tmp_path: Path, caplog: pytest.L
         _, answers = _run(tmp_path, work)
     assert answers == [(0, None), (2, None)]
     assert "answering after a commit failed" in caplog.text
+
+
+def test_a_snapshot_is_of_its_moment(tmp_path: Path) -> None:
+    """It is encoded on a thread, later; ids that come meanwhile are not in it, those before are, with their answers."""
+    store = RolloutStore(remembered_ids=10)
+    for number in range(15):
+        store.seen.put(f"g{number}", number % 3 - 1)
+    taken = take_snapshot(store, 7)
+    store.seen.put("later", 5)
+    (tmp_path / "snapshot").write_bytes(encode_snapshot(taken))
+    again = RolloutStore(remembered_ids=10)
+    assert restore_snapshot(tmp_path / "snapshot", again, lambda location: b"") == 7
+    assert [again.seen.get(f"g{number}") for number in range(15)] == [number % 3 - 1 for number in range(15)]
+    assert again.seen.get("later") is None
+    again.seen.put("later", 2)
+    (tmp_path / "snapshot").write_bytes(encode_snapshot(take_snapshot(again, 8)))
+    third = RolloutStore(remembered_ids=10)
+    assert restore_snapshot(tmp_path / "snapshot", third, lambda location: b"") == 8
+    assert [third.seen.get(name) for name in ("g0", "g1", "g14", "later")] == [-1, 0, 1, 2]
