@@ -230,10 +230,8 @@ class HotRoutes:
         if connection is None:
             return
 
-        batch, lease = (
-            delivery.batch,
-            delivery.lease,
-        )  # not the groups: a connection may live long, and be garbage longer
+        # Not the delivery with its groups: a connection may live long, and be garbage longer.
+        batch, lease = delivery.batch, delivery.lease
 
         def lost(error: Exception | None) -> None:
             if isinstance(error, ConnectionResetError | BrokenPipeError):

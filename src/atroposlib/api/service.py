@@ -285,7 +285,7 @@ class RolloutService:
             known, waiting = store.seen.get(group_id), self._arriving.get(group_id)
             if known is not None or waiting is not None:
                 store.counters.groups_duplicate += 1
-                if known is None and waiting is not None:
+                if known is None and waiting is not None:  # it is being written right now
                     waiting.append(answered)
                 return known
         event = store.plan_group(group)
