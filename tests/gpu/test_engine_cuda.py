@@ -80,6 +80,28 @@ def test_write_kv_puts_rows_where_the_slots_say_and_skips_negative_ones() -> Non
     assert int((keys.view(64, -1).abs().sum(1) > 0).sum()) == 4
 
 
+@pytest.mark.parametrize("rows", [1, 5, 130])
+def test_unpack_info_gathers_last_tokens_and_notes_each_position_s_block(rows: int) -> None:
+    from atlaslib.engine.cuda import kernels
+
+    block, width, slots = 16, 6, 200
+    owners = torch.randperm(slots, device=DEVICE)[:rows]
+    positions = torch.randint(0, block * width, (rows,), device=DEVICE)
+    blocks = torch.randint(0, 1000, (rows,), device=DEVICE)
+    info = torch.zeros(rows, 8, dtype=torch.int64, device=DEVICE)
+    info[:, 0], info[:, 1], info[:, 2] = owners, positions, blocks * block + positions % block
+    info[rows - 1 :, 2] = -1  # a row of padding leaves the tables alone
+    last = torch.arange(slots, device=DEVICE) * 7
+    tables = torch.full((slots, width), -5, dtype=torch.int32, device=DEVICE)
+    expected = tables.clone()
+    expected[owners[: rows - 1], positions[: rows - 1] // block] = blocks[: rows - 1].int()
+    ids, at, where = kernels.unpack_info(info, last, tables, block)
+    assert torch.equal(ids, last[owners])
+    assert torch.equal(at, positions)
+    assert torch.equal(where, info[:, 2])
+    assert torch.equal(tables, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_add_norm_is_the_addition_and_the_norm_module(dtype: torch.dtype) -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -249,6 +271,19 @@ def test_graphs_running_ahead_and_stop_tokens_change_nothing() -> None:
     assert {reply.finish_reason for reply in runs[0]} == {"stop", "length"}
     for reply in runs[0]:
         assert all(token not in range(100, 130) for token in reply.token_ids[:-1])
+
+
+def test_decode_steps_cover_the_launch_of_a_prefill() -> None:
+    from atlaslib.engine import Engine, EngineConfig, SamplingParams
+    from atlaslib.models.tiny import tiny_llama
+
+    engine = Engine(tiny_llama(128, max_len=256).to(DEVICE), config=EngineConfig(max_num_seqs=8))
+    runner = engine.runner
+    assert 1 <= runner.decode_ahead(8) <= 12  # the check at start has launched one
+    runner._launch_s = 2.5 * runner._step_s[8]
+    assert runner.decode_ahead(7) == 3
+    engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
+    assert runner._launch_s <= 1.25 * 2.5 * runner._step_s[8]
 
 
 def test_preemption_on_cuda_loses_nothing() -> None:

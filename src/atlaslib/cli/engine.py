@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -69,6 +70,9 @@ def main(argv: list[str]) -> int:
         logprobs_mode=arguments.logprobs_mode,
         tool_format=arguments.tool_format,
     )
+    # What is loaded by now stays: a full collection would walk through it and hold up every reply meanwhile.
+    gc.collect()
+    gc.freeze()
     print(f"serving {arguments.model} at {handle.url}/v1  (Ctrl-C stops)", flush=True)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

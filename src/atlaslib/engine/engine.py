@@ -24,6 +24,7 @@ import numpy as np
 
 from atlaslib.engine.block_manager import BlockManager
 from atlaslib.engine.config import EngineConfig, SamplingParams
+from atlaslib.engine.garbage import full_collections_later
 from atlaslib.engine.memory import prefill_tokens
 from atlaslib.engine.model_runner import ModelRunner, StepResult
 from atlaslib.engine.output import Ending, Outputs, collect_scores, note_top_logprobs
@@ -91,6 +92,7 @@ class Engine:
 
     # requests
 
+    @full_collections_later()
     def generate(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[list[Completion]]:
@@ -101,6 +103,7 @@ class Engine:
         requests = [self.make_request(prompt, setting) for prompt, setting in zip(prompts, settings, strict=True)]
         return self._run(requests)
 
+    @full_collections_later()
     def score(self, sequences: list[list[int]], *, temperature: float = 1.0) -> list[list[float]]:
         """Log-prob of token i given the tokens before it, at `temperature`; index 0 is 0.0."""
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
@@ -258,7 +261,7 @@ class Engine:
         """Work for the device while the host launches a prefill, which takes it longer than a decode step."""
         if 2 * len(self.scheduler.running) < self.table.num_slots:
             return  # the sooner the others join, the better
-        for _ in range(self.runner.decode_ahead):
+        for _ in range(self.runner.decode_ahead(len(self.scheduler.running))):
             plan = self.scheduler.decode() if self._may_run_ahead() and not self.scheduler.short_of_blocks else None
             if plan is None:
                 return

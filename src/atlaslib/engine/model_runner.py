@@ -74,7 +74,6 @@ class ModelRunner:
     """Runs the module; keeps the cache."""
 
     runs_ahead = False  # the next step may be launched before this one's tokens are known on the host
-    decode_ahead = 0  # decode steps to launch before a prefill
     admit_share = 0  # see Scheduler.admit_at
 
     def __init__(self, model: Any, config: EngineConfig, max_model_len: int) -> None:
@@ -180,7 +179,9 @@ class ModelRunner:
             elif chunk.last:
                 keep.append(row + count - 1)
             row += count
-        ids, positions, slots = self.to_device(np.concatenate(packed, axis=1)).unbind(0)
+        if row % 2:  # each of the three then starts at a multiple of 16 bytes, for which kernels are compiled
+            packed.append(np.zeros((3, 1), dtype=np.int64))
+        ids, positions, slots = self.to_device(np.concatenate(packed, axis=1))[:, :row].unbind(0)
         context = StepContext(cache=self.cache, slots=slots, spans=spans)
         self.customise(context)
         kept = self.to_device(np.array(keep, dtype=np.int64))
@@ -244,6 +245,10 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Whatever should not be paid by the first request."""
+
+    def decode_ahead(self, batch: int) -> int:
+        """How many decode steps of `batch` rows to launch before a prefill."""
+        return 0
 
     def weights_changed(self) -> None:
         """Called after every update of the weights."""

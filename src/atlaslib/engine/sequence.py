@@ -124,7 +124,7 @@ class SlotTable:
         self.plain = np.ones(num_slots, dtype=bool)
         self.watched = np.zeros(num_slots, dtype=bool)
         self.epoch = np.zeros(num_slots, dtype=np.int64)  # how often the slot was given away
-        self.changed: list[tuple[int, int, int]] = []  # (slot, start, end) of block_tables, for a copy elsewhere
+        self.placed: set[int] = set()  # slots given away since a copy of `block_tables` elsewhere was last renewed
         self._capacity = _FIRST_CAPACITY
         self.out: list[np.ndarray[Any, Any]] = [
             np.zeros((num_slots, self._capacity), dtype=kind)
@@ -137,6 +137,7 @@ class SlotTable:
         params = seq.params
         seq.slot = slot
         self.sequences[slot] = seq
+        self.placed.add(slot)
         self.length[slot] = len(seq.tokens)
         self.max_new[slot], self.min_new[slot] = max_new, params.min_tokens
         self.temperature[slot], self.plain[slot] = params.temperature, params.plain
@@ -167,7 +168,6 @@ class SlotTable:
     def set_blocks(self, slot: int, start: int, blocks: list[int]) -> None:
         self.block_tables[slot, start : start + len(blocks)] = blocks
         self.num_blocks[slot] = start + len(blocks)
-        self.changed.append((slot, start, start + len(blocks)))
 
     def save(self, seq: Sequence) -> None:
         """Keep the reply so far with the sequence, before it loses its slot."""

@@ -240,7 +240,7 @@ def test_steps_that_run_ahead_change_nothing(ahead: int, monkeypatch: pytest.Mon
     config = EngineConfig(max_num_seqs=8, num_blocks=60, exact=True, check_model=False)
     plain = Engine(model, config=config).generate(prompts, params)
     monkeypatch.setattr(ModelRunner, "runs_ahead", True)
-    monkeypatch.setattr(ModelRunner, "decode_ahead", ahead)
+    monkeypatch.setattr(ModelRunner, "decode_ahead", lambda self, batch: ahead)
     monkeypatch.setattr(ModelRunner, "admit_share", 4)
     engine = Engine(model, config=config)
     most = 0

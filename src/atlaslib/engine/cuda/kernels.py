@@ -21,6 +21,31 @@ FEW_ROWS = (128, 4, 3)  # head sizes to 64, when there are fewer than 1024 rows 
 
 
 @triton.jit
+def _unpack_info(INFO, LAST, TABLES, IDS, POSITIONS, SLOTS, rows, table_width,
+                 BLOCK: tl.constexpr, INFO_WIDTH: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    real = row < rows
+    owner = tl.load(INFO + row * INFO_WIDTH, mask=real, other=0)
+    position = tl.load(INFO + row * INFO_WIDTH + 1, mask=real, other=0)
+    slot = tl.load(INFO + row * INFO_WIDTH + 2, mask=real, other=-1)
+    tl.store(IDS + row, tl.load(LAST + owner, mask=real, other=0), mask=real)
+    tl.store(POSITIONS + row, position, mask=real)
+    tl.store(SLOTS + row, slot, mask=real)
+    tl.store(TABLES + owner * table_width + position // BLOCK, (slot // BLOCK).to(tl.int32), mask=real & (slot >= 0))
+
+
+def unpack_info(info: Tensor, last_tokens: Tensor, tables: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, positions and cache slots, [R] each, of `info` [R, 8]; the block of each position goes into `tables`."""
+    rows = info.shape[0]
+    ids, positions, slots = torch.empty(3, rows + rows % 2, dtype=torch.int64, device=info.device)[:, :rows].unbind(0)
+    _unpack_info[(triton.cdiv(rows, 128),)](
+        info, last_tokens, tables, ids, positions, slots, rows, tables.stride(0),
+        BLOCK=block, INFO_WIDTH=info.shape[1], SIZE=128, num_warps=4,
+    )  # fmt: skip
+    return ids, positions, slots
+
+
+@triton.jit
 def _write_kv(
     KEY,
     VALUE,

@@ -1,7 +1,7 @@
 """The CUDA runner: Triton attention, captured graphs for decode, sampling on the device, one small copy back per step.
 
 A decode step is: one copy of `info` to the device, one graph replay (gather last tokens, forward, sample, remember the
-tokens), one copy of [3, B] numbers back. The copy back is waited for only after the next step has been launched.
+tokens and new blocks), one copy of [3, B] numbers back. The copy back is waited for only after the next step has been launched.
 
 `info` is int64 [B, 8]: slot, position, cache slot, length, counter, seed, bits of the temperature, unused.
 """
@@ -9,6 +9,7 @@ tokens), one copy of [3, B] numbers back. The copy back is waited for only after
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,22 +24,21 @@ from atlaslib.engine.attention import StepContext
 from atlaslib.engine.config import EngineConfig
 from atlaslib.engine.cuda import kernels
 from atlaslib.engine.cuda.fused import FusedStack
-from atlaslib.engine.model_runner import ModelRunner, StepResult
-from atlaslib.engine.scheduler import DecodePlan
+from atlaslib.engine.model_runner import ModelRunner, Prefilled, StepResult
+from atlaslib.engine.scheduler import DecodePlan, PrefillPlan
 from atlaslib.engine.sequence import SlotTable
 
 logger = logging.getLogger(__name__)
 ToDevice = Callable[[np.ndarray[Any, Any]], Tensor]
 INFO_WIDTH = 8
-_RING = 8  # pinned buffers in turn; more than the steps that can be in flight
-_MAX_UPDATES = 4096
+_MAX_AHEAD = 12
+_RING = _MAX_AHEAD + 4  # pinned buffers in turn; more than the steps that can be in flight
 
 
 class CudaRunner(ModelRunner):
     """ModelRunner with kernels and graphs."""
 
     runs_ahead = True
-    decode_ahead = 3  # about the time the host needs to launch a prefill
     admit_share = 8  # a prefill step costs launches: wait for an eighth of the slots before reading queued prompts
 
     def __init__(self, model: Any, config: EngineConfig, max_model_len: int) -> None:
@@ -51,8 +51,9 @@ class CudaRunner(ModelRunner):
         self.out = torch.zeros(3, slots, dtype=torch.int32, device=self.device)
         self._info_ring = [torch.zeros(slots, INFO_WIDTH, dtype=torch.int64).pin_memory() for _ in range(_RING)]
         self._out_ring = [torch.zeros(3, slots, dtype=torch.int32).pin_memory() for _ in range(_RING)]
-        self._update_ring = [torch.zeros(_MAX_UPDATES, 2, dtype=torch.int64).pin_memory() for _ in range(_RING)]
         self._turn = 0
+        self._step_s: dict[int, float] = {}  # seconds of a decode step by its graph's batch size
+        self._launch_s = math.inf  # seconds the host needs to launch a prefill
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._weights: tuple[int, ...] = ()
         self.buckets = batch_buckets(slots)
@@ -138,20 +139,30 @@ class CudaRunner(ModelRunner):
                     logits = self._decode_graph_body(size)
                 pool = pool or graph.pool()
                 self._graphs[size] = (graph, logits)
-        torch.cuda.synchronize(self.device)
+                self._step_s[size] = self._seconds_of(graph)
         logger.info("captured %d decode graphs in %.1f s", len(self._graphs), time.perf_counter() - start)
+
+    def _seconds_of(self, graph: torch.cuda.CUDAGraph) -> float:
+        seconds = 0.0
+        for _ in range(2):  # the first replay also uploads the graph
+            torch.cuda.synchronize(self.device)
+            start = time.perf_counter()
+            graph.replay()
+            torch.cuda.synchronize(self.device)
+            seconds = time.perf_counter() - start
+        return seconds
 
     def _decode_graph_body(self, size: int) -> Tensor:
         info = self.info[:size]
+        ids, positions, slots = kernels.unpack_info(info, self.last_tokens, self.tables, self.config.block_size)
         context = StepContext(
             cache=self.cache,
-            slots=info[:, 2].contiguous(),
+            slots=slots,
             table_rows=info[:, 0],
             lengths=info[:, 3],
             attend=self._attend,
         )
-        ids = self.last_tokens[info[:, 0]]
-        logits = self.forward(ids, info[:, 1].contiguous(), context, None)
+        logits = self.forward(ids, positions, context, None)
         kernels.sample_rows(logits, info, self.out, self.last_tokens)
         return logits
 
@@ -168,10 +179,27 @@ class CudaRunner(ModelRunner):
 
     # steps
 
+    def decode_ahead(self, batch: int) -> int:
+        """As many as keep the device busy while the host launches a prefill."""
+        step_s = self._step_s.get(self._bucket(batch))
+        if step_s is None or self._launch_s == math.inf:
+            return 0
+        return min(math.ceil(self._launch_s / step_s), _MAX_AHEAD)
+
+    def prefill(self, plan: PrefillPlan) -> Prefilled:
+        start = time.perf_counter()
+        read = super().prefill(plan)
+        # rises slowly: now and then the host waits in here, for a compiler or for the device
+        self._launch_s = min(time.perf_counter() - start, 1.25 * self._launch_s)
+        return read
+
+    def _bucket(self, batch: int) -> int:
+        return next((bucket for bucket in self.buckets if bucket >= batch), batch)
+
     def decode_step(self, plan: DecodePlan, table: SlotTable) -> StepResult:
         self._update_tables(table)
         batch = len(plan.slots)
-        size = next((bucket for bucket in self.buckets if bucket >= batch), batch)
+        size = self._bucket(batch)
         self._send_info(plan, table, size)
         if size in self._graphs:
             graph, logits = self._graphs[size]
@@ -209,24 +237,13 @@ class CudaRunner(ModelRunner):
         self.info[:size].copy_(pinned[:size], non_blocking=True)
 
     def _update_tables(self, table: SlotTable) -> None:
-        """Send block-table entries that changed since the last step."""
-        if not table.changed:
+        """Send the block tables of slots that were given away; blocks that come later are in the steps' `info`."""
+        if not table.placed:
             return
-        width = self.tables.shape[1]
-        spans = [(slot, start, end) for slot, start, end in table.changed if end > start]
-        table.changed.clear()
-        if not spans:
-            return
-        index = np.concatenate([np.arange(slot * width + start, slot * width + end) for slot, start, end in spans])
-        values = np.concatenate([table.block_tables[slot, start:end] for slot, start, end in spans])
-        count = len(index)
-        if count > _MAX_UPDATES:
-            both = self.to_device(np.stack([index, values.astype(np.int64)]))
-        else:
-            pinned = self._update_ring[self._turn]
-            pinned.numpy()[:count] = np.stack([index, values], axis=1)
-            both = pinned[:count].to(self.device, non_blocking=True).t()
-        self.tables.view(-1).index_copy_(0, both[0], both[1].int())
+        slots = np.array(sorted(table.placed), dtype=np.int64)
+        table.placed.clear()
+        rows = self.to_device(table.block_tables[slots])
+        self.tables[:, : rows.shape[1]].index_copy_(0, self.to_device(slots), rows)
 
     def _fetch(self, batch: int) -> StepResult:
         pinned = self._out_ring[self._turn]
