@@ -279,7 +279,7 @@ def test_decode_steps_cover_the_launch_of_a_prefill() -> None:
 
     engine = Engine(tiny_llama(128, max_len=256).to(DEVICE), config=EngineConfig(max_num_seqs=8))
     runner = engine.runner
-    assert 1 <= runner.decode_ahead(8) <= 12  # the check at start has launched one
+    assert 1 <= runner.decode_ahead(8) <= 20  # the check at start has launched one
     runner._launch_s = 2.5 * runner._step_s[8]
     assert runner.decode_ahead(7) == 3
     engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))

@@ -239,8 +239,10 @@ class Engine:
             if plan is None:
                 return self._settle()
             if isinstance(plan, PrefillPlan):
-                self._decode_ahead()
+                # work for the device while the host launches the prefill, which takes it longer than a decode step,
+                self._decode_ahead(self.runner.decode_ahead(len(self.scheduler.running)))
                 self._prefill(plan)
+                self._decode_ahead(1)  # and while it writes the results of all these steps down
             else:
                 self._decode(plan)
             # the steps before, while the device works on this one
@@ -257,11 +259,11 @@ class Engine:
         """Nobody looks at these samples before they end."""
         return bool(self.table.plain[plan.slots].all()) and not self.table.watched[plan.slots].any()
 
-    def _decode_ahead(self) -> None:
-        """Work for the device while the host launches a prefill, which takes it longer than a decode step."""
-        if 2 * len(self.scheduler.running) < self.table.num_slots:
+    def _decode_ahead(self, count: int) -> None:
+        """Launch up to `count` decode steps before the results of earlier ones are known."""
+        if not self.runner.runs_ahead or 2 * len(self.scheduler.running) < self.table.num_slots:
             return  # the sooner the others join, the better
-        for _ in range(self.runner.decode_ahead(len(self.scheduler.running))):
+        for _ in range(count):
             plan = self.scheduler.decode() if self._may_run_ahead() and not self.scheduler.short_of_blocks else None
             if plan is None:
                 return

@@ -31,8 +31,8 @@ from atlaslib.engine.sequence import SlotTable
 logger = logging.getLogger(__name__)
 ToDevice = Callable[[np.ndarray[Any, Any]], Tensor]
 INFO_WIDTH = 8
-_MAX_AHEAD = 12
-_RING = _MAX_AHEAD + 4  # pinned buffers in turn; more than the steps that can be in flight
+_MAX_AHEAD = 20
+_RING = _MAX_AHEAD + 8  # pinned buffers in turn; more than the steps that can be in flight
 
 
 class CudaRunner(ModelRunner):
