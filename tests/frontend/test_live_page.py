@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 from browser import INSTALLED, Browser
@@ -138,6 +139,44 @@ def test_the_page_loads_and_follows_a_run(browser: Browser, log: RunLog, live: s
     assert [message for message in browser.console() if "rror" in message] == []
 
 
+def test_a_page_without_groups_says_what_it_waits_for(browser: Browser, log: RunLog, live: str) -> None:
+    with httpx.Client(base_url=live) as http:
+        browser.open(live + "/live")
+        browser.wait(
+            "return document.querySelector('#waiting').innerText.includes('Waiting for a trainer to register')"
+        )
+        assert "Shown when atropos run" in browser.text("#processes")
+        trainer = {
+            "batch_size": 4,
+            "max_token_len": 64,
+            "checkpoint_dir": "",
+            "save_checkpoint_interval": 5,
+            "starting_step": 0,
+            "num_steps": 9,
+        }
+        assert http.post("/register", json=trainer | {"wandb_group": "", "wandb_project": ""}).status_code == 200
+        browser.wait("return document.querySelector('#waiting').innerText.includes('for an environment to register')")
+        http.get("/batch")
+        environment = {"max_token_length": 64, "desired_name": "sums", "weight": 1.0, "group_size": 2}
+        assert http.post("/register-env", json=environment).json()["status"] == "success"
+        browser.wait("return document.querySelector('#waiting').innerText === 'Waiting for the first group (sums_0).'")
+        log.reported("server", 0, time.time(), {"queue/groups": 0.0})
+        log.reported(
+            "env:sums_0",
+            0,
+            time.time(),
+            {"rollout/num_groups_rejected_equal_scores": 1004.0, "rollout/num_failures_evaluate": 3.0},
+        )
+        log.flush()
+        browser.wait("return document.querySelector('#waiting').innerText.includes('1004 were rejected')")
+    assert "1004\nrejected groups" in browser.texts(".tile")
+    assert "equal scores" in browser.text("#rejected")
+    bounds = browser.run("return page.charts.find(([chart]) => chart.title.startsWith('Queue'))[1].bounds()")
+    assert (bounds["y0"], round(bounds["y1"])) == (0, 1)  # a count of zero is no millionth
+    add_step(log, 1)
+    browser.wait("return document.querySelector('#waiting').hidden")
+
+
 def test_the_reader_filters_and_shows_where_a_group_went(browser: Browser, log: RunLog, live: str) -> None:
     for step in range(1, 6):
         add_step(log, step)
@@ -155,6 +194,7 @@ def test_the_reader_filters_and_shows_where_a_group_went(browser: Browser, log: 
     browser.wait("return document.querySelectorAll('.sample').length === 2")
     assert "trained at step 2 (batch 2)" in browser.text("#group .facts")
     assert "policy v5" in browser.text("#group .facts")
+    assert "ATROPOS_PAGE_TOKENIZER" in browser.text("#group .hint")
     assert "group-5/0" in browser.text("#group .sample")
     colours = browser.run(
         "return [...document.querySelectorAll('.sample:nth-of-type(1) .tokens span')].map((span) => span.style.background)"
@@ -197,6 +237,8 @@ def test_a_finished_run(browser: Browser, log: RunLog, tmp_path: Path) -> None:
     try:
         browser.open(served.url + "/")
         browser.wait("return document.querySelector('#state').innerText === 'finished run'")
+        browser.wait("return document.querySelector('#processes').innerText.includes('ended')")
+        assert "running" not in browser.text("#processes")
         browser.click("nav a[data-view=rollouts]")
         browser.wait("return document.querySelectorAll('.sample').length === 2")
     finally:

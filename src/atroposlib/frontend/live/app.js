@@ -70,6 +70,7 @@ function drawCharts() {
 
 function drawAll() {
   const text = document.getElementById("metric-filter").value.toLowerCase(), byStep = document.getElementById("x-axis").value === "step";
+  document.getElementById("no-metrics").hidden = series.size > 0;
   for (const [key, rows] of [...series].sort(([a], [b]) => (a < b ? -1 : 1))) {
     const title = key.replace("\u0000", "  ");
     if (!page.all.has(key)) page.all.set(key, new LineChart(document.getElementById("all-charts"), title));
@@ -88,12 +89,39 @@ function drawTiles(state) {
   for (const [key, rows] of series) if (key.startsWith("groups:") && key.endsWith("\u0000reward")) rewards.push(...rows.slice(-30).map((row) => row.value));
   const reward = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
   const tokens = [...series].filter(([key]) => key.startsWith("groups:") && key.endsWith("tokens_per_s")).reduce((sum, [, rows]) => sum + rows[rows.length - 1].value, 0);
-  const rejected = state.rejected.reduce((sum, row) => sum + row.count, 0);
+  const rejected = numRejected(state);
   document.getElementById("tiles").replaceChildren(
     tile("step", shortNumber(state.batches.step ?? latest("trainer", "step") ?? 0)), tile("reward (newest groups)", shortNumber(reward)),
     tile("tokens/s sampled", shortNumber(tokens)), tile("groups waiting", shortNumber(state.counts.queued ?? 0)),
     tile("groups", shortNumber(state.counts.groups)), tile("samples", shortNumber(state.counts.samples)), tile("tokens", shortNumber(state.counts.tokens)),
-    tile("batches trained", `${state.batches.acked ?? 0}`), tile("refused groups", shortNumber(rejected)));
+    tile("batches trained", `${state.batches.acked ?? 0}`), tile("rejected groups", shortNumber(rejected)));
+}
+
+// What the server refused, and what the environments set aside themselves before sending it.
+function rejectedRows(state) {
+  const found = state.rejected.map((one) => ({ env: one.env, reason: one.reason, count: one.count }));
+  for (const [key, rows] of series) {
+    const [source, name] = key.split("\u0000"), kind = name.match(/(?:num_groups_rejected|num_failures)_(.+)$/);
+    if (!kind || !source.startsWith("env:")) continue;
+    const failed = name.includes("failures"), reason = (failed ? "failed: " : "") + kind[1].replaceAll("_", " ");
+    found.push({ env: source.slice(4), reason, failed, count: rows[rows.length - 1].value });
+  }
+  return found;
+}
+
+function numRejected(state) { return rejectedRows(state).reduce((sum, one) => sum + (one.failed ? 0 : one.count), 0); }
+
+// Who has to do something before there is more to see; "" when the run goes.
+async function waitingFor(state) {
+  if (state.counts.groups) return state.batches.acked || !state.live ? "" : "Groups arrive; waiting for the trainer to take a whole batch.";
+  if (!state.live) return "This run has no groups.";
+  const server = await ask("/overview");
+  if (!server.trainer) return "Waiting for a trainer to register; environments begin when there is one.";
+  const names = server.environments.filter((env) => env.alive).map((env) => env.name).join(", ");
+  if (!names) return "A trainer is there; waiting for an environment to register.";
+  const rejected = numRejected(state);
+  if (rejected) return `No group has been accepted yet: ${shortNumber(rejected)} were rejected, for the reasons below (${names}).`;
+  return `Waiting for the first group (${names}).`;
 }
 
 function row(tag, cells) { return element("tr", {}, ...cells.map((cell) => (cell instanceof Node ? element(tag, {}, cell) : element(tag, { text: String(cell) })))); }
@@ -103,15 +131,13 @@ function drawTables(state) {
   for (const key of series.keys()) { const found = key.match(/^supervisor\u0000process\/(.+)\/up$/); if (found) names.add(found[1]); }
   const processes = [...names].sort().map((name) => {
     const fact = (what) => latest("supervisor", `process/${name}/${what}`), up = fact("up") === 1;
-    return row("td", [name, element("span", { class: up ? "up" : "down", text: up ? "running" : "stopped" }), shortNumber(fact("restarts") ?? 0), shortNumber(fact("rss_mb")) + " MB", shortNumber(fact("cpu_percent")) + " %"]);
+    return row("td", [name, element("span", state.live ? { class: up ? "up" : "down", text: up ? "running" : "stopped" } : { text: "ended" }), shortNumber(fact("restarts") ?? 0), shortNumber(fact("rss_mb")) + " MB", shortNumber(fact("cpu_percent")) + " %"]);
   });
   document.getElementById("processes").replaceChildren(row("th", ["process", "state", "restarts", "memory", "CPU"]), ...processes);
-  const refused = state.rejected.map((one) => row("td", [one.env, one.reason, one.count]));
-  for (const [key, rows] of series) {
-    const [source, name] = key.split("\u0000"), found = name.match(/(?:num_groups_rejected|num_failures)_(.+)$/);
-    if (found && source.startsWith("env:")) refused.push(row("td", [source.slice(4), (name.includes("failures") ? "failed: " : "") + found[1].replaceAll("_", " "), shortNumber(rows[rows.length - 1].value)]));
-  }
-  document.getElementById("rejected").replaceChildren(row("th", ["environment", "reason", "groups"]), ...refused);
+  if (!processes.length) document.getElementById("processes").append(element("caption", { class: "hint", text: "Shown when atropos run or atropos quickstart started them." }));
+  const refused = rejectedRows(state).map((one) => row("td", [one.env, one.reason, shortNumber(one.count)]));
+  document.getElementById("rejected").replaceChildren(row("th", ["environment", "reason", "count"]), ...refused);
+  if (!refused.length) document.getElementById("rejected").append(element("caption", { class: "hint", text: "None." }));
 }
 
 function drawFilters(state) {
@@ -133,7 +159,7 @@ async function poll() {
     await drawView(state);
   } catch (error) {
     const problem = document.getElementById("problem");
-    problem.textContent = "Cannot read the run: " + error.message;
+    problem.textContent = "Cannot read the run: " + error.message + " (asked again every second)";
     problem.hidden = false;
     const pill = document.getElementById("state");
     pill.textContent = "no contact"; pill.className = "pill lost";
@@ -143,8 +169,14 @@ async function poll() {
   setTimeout(poll, document.hidden ? 5000 : 1000);
 }
 
+async function drawWaiting(state) {
+  const text = await waitingFor(state).catch(() => "Waiting for the first group."), line = document.getElementById("waiting");
+  if (line.textContent !== text) line.textContent = text;
+  line.hidden = !text;
+}
+
 async function drawView(state) {
-  if (page.view === "overview") { drawTiles(state); drawCharts(); drawTables(state); }
+  if (page.view === "overview") { drawTiles(state); drawCharts(); drawTables(state); await drawWaiting(state); }
   if (page.view === "all") drawAll();
   if (page.view === "rollouts" && state.counts.newest_key !== page.newestKey && document.getElementById("follow").checked) {
     page.newestKey = state.counts.newest_key;

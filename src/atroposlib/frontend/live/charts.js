@@ -81,6 +81,7 @@ class LineChart {
     }
     if (x0 === Infinity) return null;
     if (this.options.zero) y0 = Math.min(0, y0);
+    if (y0 === 0 && y1 === 0) y1 = 1;
     if (y1 - y0 < 1e-9) { y1 += Math.max(1e-6, Math.abs(y1) * 0.1); y0 -= this.options.zero ? 0 : Math.max(1e-6, Math.abs(y0) * 0.1); }
     return { x0, x1: x1 > x0 ? x1 : x0 + 1, y0, y1: y1 + (y1 - y0) * 0.06 };
   }
@@ -96,7 +97,7 @@ class LineChart {
     this.legend.replaceChildren();
     const bounds = this.bounds();
     if (!bounds) { pen.fillStyle = dim; pen.fillText("nothing yet", 8, 20); return; }
-    const left = 44, bottom = height - 16, right = width - 6, top = 6;
+    const left = 50, bottom = height - 16, right = width - 6, top = 6;
     this.place = (x, y) => [left + (x - bounds.x0) / (bounds.x1 - bounds.x0) * (right - left), bottom - (y - bounds.y0) / (bounds.y1 - bounds.y0) * (bottom - top)];
     pen.strokeStyle = line; pen.fillStyle = dim;
     for (let i = 0; i <= 3; i++) {

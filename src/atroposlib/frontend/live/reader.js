@@ -34,7 +34,7 @@ function drawGroupList() {
     entry.addEventListener("click", () => { document.getElementById("follow").checked = false; openGroup(group.key); });
     return entry;
   }));
-  if (!reader.groups.length) list.append(element("p", { class: "hint", text: " no group matches" }));
+  if (!reader.groups.length) list.append(element("p", { class: "hint", text: page.state?.counts.groups ? "no group matches" : "no groups yet" }));
 }
 
 function versionText(group) {
@@ -63,6 +63,7 @@ function drawGroup() {
   if (group.min_version !== null) facts.push("sampled by" + versionText(group).slice(1));
   const parts = [element("p", { class: "facts", text: facts.join(" · ") }), raw, rawBox];
   if (!content) parts.push(element("p", { class: "hint", text: "The content of this group is no longer kept; its scores and where it went are." }));
+  else if (!group.token_texts) parts.push(element("p", { class: "hint", text: "Tokens are shown as ids: start the server with ATROPOS_PAGE_TOKENIZER=FOLDER (a folder with tokenizer.json) to see their text." }));
   const advantages = groupAdvantages(group);
   group.samples.forEach((sample, index) => parts.push(drawSample(group, sample, index, advantages[index])));
   document.getElementById("group").replaceChildren(...parts);
