@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import sys
 import textwrap
 from pathlib import Path
@@ -38,12 +39,16 @@ TRAINERS = {
 }
 NESTED = {"peft", "trainer_kwargs"}
 
+logger = logging.getLogger(__name__)
+
 
 def main(argv: list[str]) -> int:
     """Parse, then train."""
     if any(word in {"-h", "--help", "help"} for word in argv):
         print(help_text())
         return 0
+    # What the trainer waits for, and where its model is, are messages of this level.
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = parse(argv)
     run = {key: settings.pop(key) for key in list(settings) if key in RUN_KEYS}
     return train(settings, run)
@@ -122,7 +127,10 @@ def load_yaml(path: Path) -> dict[str, Any]:
     """Parameters of a YAML file; nested tables are allowed where a parameter is a table."""
     if not path.is_file():
         raise ConfigError(f"configuration file {path} does not exist")
-    content = yaml.safe_load(path.read_text()) or {}
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {path} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"configuration file {path} must hold key: value lines")
     settings: dict[str, Any] = {}
@@ -223,6 +231,7 @@ def train(settings: dict[str, Any], run: dict[str, Any]) -> int:
     target = run.get("save_final_model") or str(Path(config.output_dir) / "final_model")
     if str(target).lower() not in {"none", "false"}:
         trainer.save_model(target)
+        logger.info("%d steps done; the model is in %s", trainer.state.global_step, target)
     return 0
 
 
@@ -296,13 +305,25 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
         with path.open(newline="") as file:
             return list(csv.DictReader(file))
-    text = path.read_text()
-    rows = (
-        json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line.strip()]
-    )
-    if not isinstance(rows, list):
-        raise ConfigError(f"data file {path} must hold a list of rows")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"data file {path} is not text ({error}); give JSONL, JSON or CSV") from error
+    if path.suffix == ".json":
+        rows = _parsed(text, str(path))
+    else:
+        numbered = enumerate(text.split("\n"), start=1)  # not splitlines(): JSON strings may hold its other line ends
+        rows = [_parsed(line, f"{path}, line {number}") for number, line in numbered if line.strip()]
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f'data file {path} must hold a list of rows, each an object such as {{"prompt": ...}}')
     return rows
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"data file {where} is not valid JSON ({error}): {text[:80]!r}") from error
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ class RolloutService:
         self.store = store
         self.journal = journal
         self.started_at = time.time()
+        self._read_back: dict[int, tuple[int, int]] = {}  # groups and tokens by environment that an earlier server took
         self._arriving: dict[str, list[Done]] = {}  # ids being written, and who waits for the answer
         self._compactor = Compactor(store)
         self._register_lock = asyncio.Lock()
@@ -75,6 +76,7 @@ class RolloutService:
         """Read the journal back and start writing."""
         if self.journal is not None and not self.journal.is_open:
             await self.journal.open(self.store)
+            self._read_back = {env.env_id: (env.num_groups, env.num_tokens) for env in self.store.envs.all}
 
     async def close(self) -> None:
         """Write what is left and stop."""
@@ -358,6 +360,8 @@ class RolloutService:
                     "silent_s": now - env.last_seen,
                     "groups": env.num_groups,
                     "tokens": env.num_tokens,
+                    "groups_since_start": max(0, env.num_groups - self._read_back.get(env.env_id, (0, 0))[0]),
+                    "tokens_since_start": max(0, env.num_tokens - self._read_back.get(env.env_id, (0, 0))[1]),
                     "last_group_s": None if env.last_group is None else now - env.last_group,
                     "queued_sequences": store.queue.env_sequences(env.env_id),
                     "buffered_sequences": env.pieces.num_sequences,

@@ -53,9 +53,14 @@ def fetch(url: str, token: str | None) -> dict[str, Any]:
 
 def rates(before: dict[str, Any] | None, now: dict[str, Any], seconds: float) -> dict[str, tuple[float, float]]:
     """Groups and tokens per second by environment, between two looks (since the server started, without an earlier one)."""
-    earlier = {env["name"]: (env["groups"], env["tokens"]) for env in before["environments"]} if before else {}
-    span = max(1e-9, seconds if before else now["uptime_s"])
-    result = {}
+    if before is None:
+        span = max(1e-9, now["uptime_s"])
+        return {
+            env["name"]: (env["groups_since_start"] / span, env["tokens_since_start"] / span)
+            for env in now["environments"]
+        }
+    earlier = {env["name"]: (env["groups"], env["tokens"]) for env in before["environments"]}
+    span, result = max(1e-9, seconds), {}
     for env in now["environments"]:
         groups, tokens = earlier.get(env["name"], (0, 0))
         result[env["name"]] = (max(0, env["groups"] - groups) / span, max(0, env["tokens"] - tokens) / span)

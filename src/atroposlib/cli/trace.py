@@ -60,12 +60,10 @@ def newest_run(folder: Path) -> Path:
 
 def _unknown(history: Any, arguments: argparse.Namespace) -> str:
     if arguments.sample is not None:
-        return (
-            f"no sample or group {arguments.sample!r} in this run; ids are shown by the page and by atropos trace STEP"
-        )
+        return f"no sample or group {arguments.sample!r} in {history.path}; ids are shown by the page and by atropos trace STEP"
     steps = history.known_steps()
     known = f"it has steps {steps[0]} to {steps[1]}" if steps else "no step has been trained yet"
-    return f"no batch of this run trained step {arguments.step}; {known}"
+    return f"no batch of the run in {history.path} trained step {arguments.step}; {known}"
 
 
 def step_text(found: dict[str, Any]) -> str:

@@ -90,6 +90,16 @@ def test_help_is_quick_and_does_without_torch() -> None:
     assert time.process_time() - started < 1.0
 
 
+def test_what_the_trainer_waits_for_is_shown() -> None:
+    code = (
+        "import logging; from atlaslib.cli import train\n"
+        "train.train = lambda *_: logging.getLogger('atlaslib.data.rollout_source').info('waiting 15 s for a batch') or 0\n"
+        "train.main(['max_steps=1'])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "INFO atlaslib.data.rollout_source: waiting 15 s for a batch" in result.stderr
+
+
 def test_a_run_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Any) -> None:
     from atlaslib.models.tiny import tiny_model_folder
 

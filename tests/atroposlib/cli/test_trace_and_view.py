@@ -56,7 +56,7 @@ def test_where_a_sample_went(run_dir: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_unknown_steps_and_samples(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "7", "--run", str(run_dir)]) == 1
-    assert "no batch of this run trained step 7; it has steps 4 to 4" in capsys.readouterr().out
+    assert f"no batch of the run in {run_dir} trained step 7; it has steps 4 to 4" in capsys.readouterr().out
     assert main(["trace", "--sample", "zzz", "--run", str(run_dir)]) == 1
     assert "no sample or group 'zzz'" in capsys.readouterr().out
     assert main(["trace", "4", "--run", str(run_dir / "nothing")]) == 2
