@@ -87,8 +87,8 @@ class Scheduler:
     @property
     def started(self) -> bool:
         """Some sample has begun and not ended."""
-        preempted = bool(self.waiting) and self.waiting[0].saved is not None
-        return bool(self.running or self.prefilling) or preempted
+        preempted = (seq.saved is not None for seq in tuple(self.waiting))  # a copy: another thread may be asking
+        return bool(self.running or self.prefilling) or any(preempted)
 
     def schedule(self) -> Plan | None:
         """The next step, or None when there is nothing to do."""
@@ -116,7 +116,10 @@ class Scheduler:
             seq = queue.popleft() if queue else self.waiting.popleft()
             room = min(budget, scored) if seq.request.wants_prompt_logprobs else budget
             if seq.slot < 0:
-                if room == 0 or (self.hold_new and seq.saved is None) or not self._admit(seq, being_read):
+                if self.hold_new and seq.saved is None:
+                    postponed.append(seq)
+                    continue  # a preempted sample may wait behind it
+                if room == 0 or not self._admit(seq, being_read):
                     postponed.append(seq)
                     if self.table.free and self._next_block(seq) in being_read:
                         continue  # its beginning is being read in this very step: share it in the next one

@@ -237,3 +237,25 @@ def test_a_trainers_forward_in_another_thread_keeps_its_own_attention() -> None:
     engine.generate([[5, 6]], SamplingParams(max_tokens=2, ignore_eos=True))
     torch.testing.assert_close(found[0][1], expected[1], atol=1e-5, rtol=0)
     torch.testing.assert_close(found[0][0, 2:], expected[0, 2:], atol=1e-5, rtol=0)
+
+
+def test_a_drain_ends_preempted_replies_that_wait_behind_new_ones() -> None:
+    """A sample that found no room when its prompt was read goes to the front of the queue, before preempted ones."""
+    model = tiny_causal_lm("llama")
+    engine = Engine(model, config=EngineConfig(block_size=4))
+    started, fresh = (
+        engine.make_request([5, 6, token], SamplingParams(max_tokens=8, ignore_eos=True)) for token in (7, 8)
+    )
+    engine.enqueue(started)
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.preempt(started.sequences[0])
+    engine.scheduler.waiting.appendleft(fresh.sequences[0])
+    with engine.updating():
+        assert started.future.done()
+        assert not fresh.future.done()
+        scale_weights(model, 1.2)
+    while not fresh.future.done():
+        assert engine.step()
+    assert started.future.result()[0].versions == [0] * 8
+    assert fresh.future.result()[0].versions == [1] * 8
