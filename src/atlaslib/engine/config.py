@@ -6,7 +6,6 @@ deeper in the engine has to look at it again.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,8 @@ from atlaslib.errors import ConfigError, EngineInputError, unknown_name_message
 UPDATE_MODES = ("drain", "in_flight")
 CACHED_KEYS = ("keep", "recompute")
 MAX_TOP_LOGPROBS = 1000
+MIN_TEMPERATURE = 1e-20  # of those that are not 0: logits divided by less leave the range of float32
+_LARGEST = (1 << 31) - 1
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,7 +90,7 @@ class SamplingParams:
     min_tokens: int = 0
     """No stop token or stop string ends a sample before this many tokens."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 is greedy; otherwise at least 1e-20."""
     top_k: int = 0
     """0 or -1: off."""
     top_p: float = 1.0
@@ -116,19 +117,20 @@ class SamplingParams:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
         self.stop = list(self.stop or [])
-        self.stop_token_ids = list(self.stop_token_ids or [])
-        self.logit_bias = {int(token): float(bias) for token, bias in (self.logit_bias or {}).items()}
+        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids or [])
+        self.logit_bias = _biases(self.logit_bias or {})
         self.top_k = 0 if self.top_k == -1 else self.top_k
         for name, low, high in _WHOLE_RANGES:
             _check_whole(name, getattr(self, name), low, high)
         for name, low_f, high_f in _REAL_RANGES:
             _check_real(name, getattr(self, name), low_f, high_f)
+        for name in _SWITCHES:
+            _check_switch(name, getattr(self, name))
+        check_temperature(self.temperature)
         if self.min_tokens > self.max_tokens:
             raise EngineInputError(f"min_tokens={self.min_tokens} is larger than max_tokens={self.max_tokens}")
         if self.top_p == 0.0:
             raise EngineInputError("top_p must be larger than 0; temperature=0 is greedy")
-        if self.repetition_penalty == 0.0:
-            raise EngineInputError("repetition_penalty must be larger than 0 (1.0 is off)")
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise EngineInputError(f"stop must hold non-empty strings, got {self.stop!r}")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
@@ -147,11 +149,11 @@ class SamplingParams:
         return untouched and unpenalised and (untruncated or self.greedy) and self.logprobs == 0
 
 
-_WHOLE_RANGES: list[tuple[str, int, int | None]] = [
+_WHOLE_RANGES: list[tuple[str, int, int]] = [
     ("n", 1, 1024),
-    ("max_tokens", 0, None),
-    ("min_tokens", 0, None),
-    ("top_k", 0, None),
+    ("max_tokens", 0, _LARGEST),
+    ("min_tokens", 0, _LARGEST),
+    ("top_k", 0, _LARGEST),
     ("logprobs", 0, MAX_TOP_LOGPROBS),
     ("prompt_logprobs", 0, MAX_TOP_LOGPROBS),
 ]
@@ -159,21 +161,60 @@ _REAL_RANGES: list[tuple[str, float, float]] = [
     ("temperature", 0.0, 100.0),
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 0.0, 100.0),
+    ("repetition_penalty", 0.01, 100.0),
     ("presence_penalty", -10.0, 10.0),
     ("frequency_penalty", -10.0, 10.0),
 ]
 
 
-def _check_whole(name: str, value: Any, low: int, high: int | None) -> None:
+_SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+_MAX_BIAS = 1e6
+
+
+def _check_whole(name: str, value: Any, low: int, high: int) -> None:
     if value is None and name == "prompt_logprobs":
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        limits = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise EngineInputError(f"{name} must be a whole number {limits}, got {value!r}")
+    if not _whole(value) or not low <= value <= high:
+        raise EngineInputError(f"{name} must be a whole number between {low} and {high}, got {_shown(value)}")
 
 
 def _check_real(name: str, value: Any, low: float, high: float) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or not low <= value <= high:
-        raise EngineInputError(f"{name} must be a number between {low:g} and {high:g}, got {value!r}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:  # nan is in no range
+        raise EngineInputError(f"{name} must be a number between {low:g} and {high:g}, got {_shown(value)}")
+
+
+def _check_switch(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise EngineInputError(f"{name} must be true or false, got {_shown(value)}")
+
+
+def check_temperature(value: float) -> None:
+    """A temperature by which logits can be divided, or 0."""
+    if value != 0.0 and not value >= MIN_TEMPERATURE:
+        raise EngineInputError(f"temperature must be 0 or at least {MIN_TEMPERATURE:g}, got {_shown(value)}")
+
+
+def _token_ids(name: str, value: Any) -> list[int]:
+    if not isinstance(value, list | tuple | set | frozenset) or not all(map(_whole, value)):
+        raise EngineInputError(f"{name} must be a list of token ids, got {_shown(value)}")
+    return list(value)
+
+
+def _biases(value: Any) -> dict[int, float]:
+    """Token id -> number; ids may be text, as JSON writes them."""
+    try:
+        biases = {int(token): float(bias) for token, bias in value.items()}
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise EngineInputError(f"logit_bias must give a number for each token id, got {_shown(value)}") from error
+    for token, bias in biases.items():
+        _check_real(f"logit_bias of token {token}", bias, -_MAX_BIAS, _MAX_BIAS)
+    return biases
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -91,9 +91,9 @@ class ParsedRequest:
     logprobs: bool = False
     logprobs_mode: LogprobsMode = "temperature"
     return_token_ids: bool = False
+    prompt_logprobs: bool = False
     echo: bool = False
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
 
 
 def check_fields(body: Mapping[str, Any], *, extra: frozenset[str]) -> None:
@@ -115,14 +115,28 @@ def sampling_params(
     if default_max_tokens is not None:
         chosen.setdefault("max_tokens", default_max_tokens)
     chosen.update(_stops(body.get("stop")))
-    if body.get("logit_bias"):
-        chosen["logit_bias"] = _logit_bias(body["logit_bias"])
+    if body.get("logit_bias") is not None:
+        chosen["logit_bias"] = body["logit_bias"]
     if top_logprobs:
         chosen["logprobs"] = top_logprobs
     try:
         return SamplingParams(**chosen)
-    except (AtroposError, TypeError) as error:
-        raise RequestError(str(error)) from error
+    except AtroposError as error:
+        raise RequestError(str(error), param=blamed_field(str(error))) from error
+
+
+def blamed_field(message: str, default: str | None = None) -> str | None:
+    """The request field an error of the engine begins with."""
+    first = message.replace("=", " ").replace(":", " ").split(maxsplit=1)[0]
+    return first if first in SAMPLING_FIELDS or first in SHARED_FIELDS else default
+
+
+def switch(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """A field that is true or false; None means "not given"."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(f"{name} is {value!r:.80}; give true or false", param=name)
+    return default if value is None else value
 
 
 def shared_settings(body: Mapping[str, Any], default_mode: LogprobsMode) -> dict[str, Any]:
@@ -131,12 +145,18 @@ def shared_settings(body: Mapping[str, Any], default_mode: LogprobsMode) -> dict
     if mode not in LOGPROBS_MODES:
         raise RequestError(f"logprobs_mode is {mode!r}; use one of {', '.join(LOGPROBS_MODES)}", param="logprobs_mode")
     options = body.get("stream_options") or {}
-    return {
-        "stream": bool(body.get("stream")),
-        "include_usage": bool(options.get("include_usage")) if isinstance(options, Mapping) else False,
+    if not isinstance(options, Mapping):
+        raise RequestError(f"stream_options is {options!r:.80}; give an object", param="stream_options")
+    settings = {
+        "stream": switch(body, "stream"),
+        "include_usage": switch(options, "include_usage"),
         "logprobs_mode": mode,
-        "return_token_ids": bool(body.get("return_token_ids")),
+        "return_token_ids": switch(body, "return_token_ids"),
+        "prompt_logprobs": body.get("prompt_logprobs") is not None,
     }
+    if settings["stream"] and settings["prompt_logprobs"]:
+        raise RequestError("prompt_logprobs cannot be streamed; ask without stream", param="prompt_logprobs")
+    return settings
 
 
 def chat_top_logprobs(body: Mapping[str, Any]) -> int | None:
@@ -144,11 +164,11 @@ def chat_top_logprobs(body: Mapping[str, Any]) -> int | None:
     top = body.get("top_logprobs")
     if top is None:
         return None
-    if not isinstance(top, int) or not 0 <= top <= MAX_TOP_LOGPROBS:
+    if isinstance(top, bool) or not isinstance(top, int) or not 0 <= top <= MAX_TOP_LOGPROBS:
         raise RequestError(
             f"top_logprobs is {top!r}; give a whole number from 0 to {MAX_TOP_LOGPROBS}", param="top_logprobs"
         )
-    if not body.get("logprobs"):
+    if not switch(body, "logprobs"):
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     return top
 
@@ -163,14 +183,33 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
             raise RequestError(f"messages[{index}] has neither content nor tool_calls", param="messages")
-        if isinstance(content, list) and any(
-            not isinstance(part, dict) or part.get("type") != "text" for part in content
-        ):
+        if not _is_text(content):
             raise RequestError(
                 f"messages[{index}] has content that is not text; this server samples from text models",
                 param="messages",
             )
     return messages
+
+
+def _is_text(content: Any) -> bool:
+    """Text, a list of text parts, or nothing."""
+    if not isinstance(content, list):
+        return content is None or isinstance(content, str)
+    return all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+    )
+
+
+def check_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The tools a chat request offers; None when the model is not to see any."""
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise RequestError(f"tools is {tools!r:.80}; give a list of objects", param="tools")
+    if choice not in (None, "auto", "none"):
+        raise RequestError(
+            f"tool_choice is {choice!r:.80}; this server cannot force a call: use auto or none", param="tool_choice"
+        )
+    return tools if tools and choice != "none" else None
 
 
 def token_ids_of(value: Any) -> list[int] | None:
@@ -221,27 +260,36 @@ def chat_logprobs(
             {
                 "token": token,
                 "logprob": value,
-                "bytes": list(token.encode()),
+                "bytes": _bytes_of(token),
                 "top_logprobs": [
-                    {"token": other, "logprob": lp, "bytes": list(other.encode())} for other, lp in alternatives
+                    {"token": other, "logprob": lp, "bytes": _bytes_of(other)} for other, lp in alternatives
                 ],
             }
         )
     return {"content": content, "refusal": None}
 
 
+def _bytes_of(token: str) -> list[int] | None:
+    """None for a part of a character: what it decodes to is not what it is."""
+    return None if "\ufffd" in token else list(token.encode())
+
+
 def completion_logprobs(
-    decoded: Sequence[str], values: Sequence[float | None], tops: Sequence[Sequence[tuple[str, float]]] | None
+    decoded: Sequence[str],
+    values: Sequence[float | None],
+    tops: Sequence[Sequence[tuple[str, float]] | None] | None,
+    *,
+    position: int = 0,
 ) -> dict[str, Any]:
-    """The ``logprobs`` object of a plain completion choice."""
-    offsets, position = [], 0
+    """The ``logprobs`` object of a plain completion choice, its text beginning at `position` of the choice's."""
+    offsets = []
     for token in decoded:
         offsets.append(position)
         position += len(token)
     return {
         "tokens": list(decoded),
         "token_logprobs": list(values),
-        "top_logprobs": [dict(top) for top in tops] if tops else None,
+        "top_logprobs": [None if top is None else dict(top) for top in tops] if tops else None,
         "text_offset": offsets,
     }
 
@@ -258,12 +306,3 @@ def _stops(stop: Any) -> dict[str, Any]:
     if not isinstance(texts, list) or any(not isinstance(text, str) or not text for text in texts):
         raise RequestError(f"stop is {stop!r:.80}; give a string or a list of non-empty strings", param="stop")
     return {"stop": texts}
-
-
-def _logit_bias(bias: Any) -> dict[int, float]:
-    try:
-        return {int(token): float(value) for token, value in bias.items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise RequestError(
-            f"logit_bias is {bias!r:.80}; give an object of token id -> number", param="logit_bias"
-        ) from error

@@ -66,6 +66,11 @@ class Outputs:
         if seq.request.on_tokens is None:
             return
         part = self.table.part(seq, seq.num_streamed, count)
+        if seq.num_streamed == 0:
+            part.prompt_logprobs, part.prompt_top_logprobs = (
+                seq.request.prompt_logprobs,
+                seq.request.prompt_top_logprobs,
+            )
         if self.tokenizer is not None:
             part.text = self._text_of(seq).take(final=ending is not None)
         if ending is not None:

@@ -21,6 +21,7 @@ from atlaslib.models.tiny import tiny_llama
 from atroposlib.testing.tiny_tokenizer import build_tiny_tokenizer
 
 CHAT = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,35 @@ def http(served: tuple[EngineThread, Any, ServerHandle]) -> Iterator[httpx.Clien
         yield made
 
 
+def wait_until_idle(http: httpx.Client) -> None:
+    deadline = time.monotonic() + 30
+    while "atropos_engine_open_samples 0\n" not in http.get("/metrics").text:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The choices of a streamed reply put together: text, token ids, log-probs, finish reason."""
+    whole: dict[int, dict[str, Any]] = {}
+    with http.stream("POST", path, json=body | {"stream": True}) as reply:
+        lines = [line[6:] for line in reply.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    for choice in (choice for line in lines[:-1] for choice in json.loads(line)["choices"]):
+        one = whole.setdefault(choice["index"], {"text": "", "token_ids": [], "logprobs": [], "reason": None})
+        one["text"] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        one["token_ids"] += choice.get("token_ids", [])
+        one["logprobs"] += flat_logprobs(choice)
+        one["reason"] = choice["finish_reason"] or one["reason"]
+    return whole[0]
+
+
+def flat_logprobs(choice: dict[str, Any]) -> list[Any]:
+    found = choice["logprobs"] or {"content": []}
+    if "content" in found:
+        return list(found["content"])
+    return list(zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], found["text_offset"], strict=True))
+
+
 def test_chat_through_the_official_client(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(
         model="anything", messages=CHAT, n=3, max_completion_tokens=5, seed=1, logprobs=True, top_logprobs=2
@@ -59,6 +89,10 @@ def test_chat_through_the_official_client(client: openai.OpenAI) -> None:
         assert choice.logprobs.content is not None
         assert all(entry.logprob <= 0 for entry in choice.logprobs.content)
         assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+        for (
+            entry
+        ) in choice.logprobs.content:  # a part of a character has no text of its own, so its bytes are not known
+            assert entry.bytes == (None if "\ufffd" in entry.token else list(entry.token.encode()))
     assert reply.model_extra is not None
     assert reply.model_extra["policy_versions"] == [0]
 
@@ -109,6 +143,58 @@ def test_streamed_completion(client: openai.OpenAI) -> None:
         assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == whole.choices[0].text
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"stop": "xB"},
+        {"stop": "xB", "include_stop_str_in_output": True},
+        {"stop": "xB", "min_tokens": 20},
+        {"stop_token_ids": [145]},
+        {"echo": True, "logprobs": 2},
+        {"logprobs": 2},
+        {"max_tokens": 0, "echo": True, "logprobs": 1},
+        {"messages": CHAT, "logprobs": True, "top_logprobs": 1},
+        {"messages": CHAT, "tools": TOOLS, "logprobs": True},
+    ],
+)
+def test_a_stream_adds_up_to_the_whole_reply(http: httpx.Client, extra: dict[str, Any]) -> None:
+    body = {"max_tokens": 30, "seed": 2, "ignore_eos": True, "return_token_ids": True} | extra
+    path = "/v1/chat/completions" if "messages" in extra else "/v1/completions"
+    body |= {} if "messages" in extra else {"prompt": "q"}
+    whole = http.post(path, json=body).json()["choices"][0]
+    if "stop" in extra:
+        assert (whole["finish_reason"] == "stop") == ("min_tokens" not in extra)
+    assert streamed(http, path, body) == {
+        "text": whole["message"]["content"] if "messages" in extra else whole["text"],
+        "token_ids": whole["token_ids"],
+        "logprobs": json.loads(json.dumps(flat_logprobs(whole))) if "messages" in extra else flat_logprobs(whole),
+        "reason": whole["finish_reason"],
+    }
+
+
+def test_alternatives_of_a_truncated_distribution(http: httpx.Client) -> None:
+    body = {"prompt": "q", "max_tokens": 3, "top_k": 2, "logprobs": 5, "seed": 1, "ignore_eos": True}
+    rows = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]["top_logprobs"]
+    assert all(1 <= len(row) <= 2 for row in rows)  # tokens that are parts of characters read the same
+    exact = http.post("/generate", json=body).json()
+    assert all(len(row[0]) == 2 for row in exact["logprobs"][0])
+
+
+def test_prompt_logprobs_come_back_where_they_were_asked_for(http: httpx.Client) -> None:
+    body = {"prompt": "abc", "max_tokens": 0, "prompt_logprobs": 2}
+    reply, exact = http.post("/v1/completions", json=body), http.post("/generate", json=body)
+    table = reply.json()["prompt_logprobs"]
+    assert table == exact.json()["prompt_logprobs"]
+    assert (table[0], len(table)) == (None, 3)
+    echoed = http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 1, "echo": True, "logprobs": 2}).json()
+    tops = echoed["choices"][0]["logprobs"]["top_logprobs"]
+    assert [top and len(top) for top in tops] == [None, 2, 2, 2]
+    assert sorted(tops[1].values()) == sorted(table[1].values())[-2:]
+    # no token was sampled, and yet the version is known
+    assert (reply.json()["policy_versions"], exact.json()["policy_versions"]) == ([0], [[0]])
+    assert reply.headers["x-policy-version"] == "0"
+
+
 def test_generate_is_token_exact(served: tuple[EngineThread, Any, ServerHandle], http: httpx.Client) -> None:
     prompt = [70, 71, 72]
     body = {
@@ -138,6 +224,7 @@ def test_score_route(served: tuple[EngineThread, Any, ServerHandle], http: httpx
     assert one["logprobs"][0] == pytest.approx(two["logprobs"][0], abs=1e-5)
     assert one["logprobs"][0][0] == 0.0
     assert len(two["logprobs"][1]) == 2
+    assert two["policy_versions"] == [0]
 
 
 @pytest.mark.parametrize(
@@ -155,6 +242,17 @@ def test_score_route(served: tuple[EngineThread, Any, ServerHandle], http: httpx
         ("/v1/completions", {"prompt": ""}, "prompt"),
         ("/generate", {"prompt": {"prompt_token_ids": []}}, "prompt"),
         ("/v1/score", {"token_ids": "abc"}, "token_ids"),
+        ("/v1/score", {"token_ids": [5, 6], "temperature": 1e-40}, "temperature"),
+        ("/v1/completions", {"prompt": [["a", "b"], "c"]}, "prompt is ['a', 'b']"),
+        ("/v1/completions", {"prompt": "a", "n": 65}, "65 samples are more than the 64"),
+        ("/v1/completions", {"prompt": "a", "stream": "no"}, "stream is 'no'"),
+        ("/v1/completions", {"prompt": "a", "stream": True, "prompt_logprobs": 1}, "cannot be streamed"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": {"a": 1}}]}, "not text"),
+        ("/v1/chat/completions", {"messages": CHAT, "tools": "add"}, "tools is 'add'"),
+        ("/v1/chat/completions", {"messages": CHAT, "tools": TOOLS, "tool_choice": "required"}, "cannot force a call"),
+        ("/v1/chat/completions", {"messages": CHAT, "tools": TOOLS, "chat_template_kwargs": [1]}, "give an object"),
+        ("/generate", {"prompt": {"prompt_token_ids": "text"}}, "prompt_token_ids"),
+        ("/generate", {"prompt": {"prompt_token_ids": [70]}, "stream": True}, "does not stream"),
     ],
 )
 def test_bad_requests_are_named(http: httpx.Client, path: str, body: dict[str, Any], words: str) -> None:
@@ -163,19 +261,61 @@ def test_bad_requests_are_named(http: httpx.Client, path: str, body: dict[str, A
     assert words in reply.json()["error"]["message"]
 
 
-def test_body_that_is_not_json(http: httpx.Client) -> None:
-    reply = http.post("/v1/completions", content=b"{nope")
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("top_k", 1 << 70),
+        ("min_tokens", 1 << 70),
+        ("temperature", 10**400),
+        ("temperature", 1e-40),
+        ("repetition_penalty", 1e-45),
+        ("logit_bias", {"70": 10**400}),
+        ("logit_bias", {"70": 1e300}),
+        ("logit_bias", {"9999": 1}),
+        ("stop_token_ids", ["a"]),
+        ("stop_token_ids", [1.5]),
+        ("stop_token_ids", 5),
+        ("ignore_eos", "false"),
+    ],
+)
+def test_impossible_values_are_refused_and_the_engine_goes_on(http: httpx.Client, field: str, value: Any) -> None:
+    reply = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1 << 30, field: value})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+    assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("body", [b"{nope", b'{"prompt": "\\ud800"}', b'{"prompt":' + b"[" * 100_000, b"[1]", b"\xff"])
+def test_body_that_is_not_json(http: httpx.Client, body: bytes) -> None:
+    reply = http.post("/v1/completions", content=body)
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_too_much_at_once_is_429(http: httpx.Client) -> None:
-    reply = http.post("/v1/completions", json={"prompt": "a", "n": 65})
-    assert reply.status_code == 429
-    assert reply.headers["retry-after"] == "1"
+def test_too_much_at_once_is_429(served: tuple[EngineThread, Any, ServerHandle], http: httpx.Client) -> None:
+    body = {"prompt": "a", "n": 64, "max_tokens": 250, "ignore_eos": True, "stream": True}
+    with served[0].engine.exclusive(), http.stream("POST", "/v1/completions", json=body) as running:
+        assert running.status_code == 200
+        for path, more in (("/v1/completions", {"prompt": "a"}), ("/v1/score", {"token_ids": [5, 6]})):
+            reply = http.post(path, json=more)
+            assert reply.status_code == 429
+            assert reply.headers["retry-after"] == "1"
+    wait_until_idle(http)
+
+
+def test_a_stopped_engine_is_503_not_the_clients_fault() -> None:
+    tokenizer = build_tiny_tokenizer()
+    loop = EngineThread(Engine(tiny_llama(), tokenizer, EngineConfig(max_model_len=64))).start()
+    handle = serve_in_thread(loop, tokenizer)
+    try:
+        loop.stop()
+        assert httpx.post(f"{handle.url}/v1/completions", json={"prompt": "a"}).status_code == 503
+        assert httpx.get(f"{handle.url}/health").status_code == 503
+    finally:
+        handle.stop()
 
 
 async def test_a_client_that_leaves_frees_its_slot(served: tuple[EngineThread, Any, ServerHandle]) -> None:
     _, _, handle = served
+    before = aborted(httpx.get(f"{handle.url}/metrics").text)
     body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "n": 16}
     async with aiohttp.ClientSession() as session:
         with pytest.raises(asyncio.TimeoutError):
@@ -187,14 +327,34 @@ async def test_a_client_that_leaves_frees_its_slot(served: tuple[EngineThread, A
             break
         await asyncio.sleep(0.05)
     assert "atropos_engine_open_samples 0\n" in text
-    assert "atropos_engine_aborted_total 1\n" in text
+    assert aborted(text) == before + 1
+
+
+def aborted(metrics: str) -> int:
+    return int(metrics.split("\natropos_engine_aborted_total ")[1].split()[0])
+
+
+def test_a_client_that_leaves_takes_its_scoring_along(
+    served: tuple[EngineThread, Any, ServerHandle], http: httpx.Client
+) -> None:
+    before = aborted(http.get("/metrics").text)
+    with served[0].engine.exclusive(), pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/score", json={"token_ids": [[5, 6, 7], [8, 9]]}, timeout=0.3)
+    wait_until_idle(http)
+    assert aborted(http.get("/metrics").text) == before + 2
 
 
 def test_health_models_metrics(http: httpx.Client) -> None:
     assert http.get("/health").json() == {"status": "ok", "model": "tiny", "policy_version": 0}
     card = http.get("/v1/models").json()["data"][0]
     assert (card["id"], card["max_model_len"]) == ("tiny", 256)
-    assert 'atropos_engine_requests_total{route="/health",status="200"}' in http.get("/metrics").text
+    for path in ('/a"b', "/c"):
+        assert http.get(path).status_code == 404
+    text = http.get("/metrics").text
+    assert 'atropos_engine_requests_total{route="/health",status="200"}' in text
+    assert 'route="other",status="404"} 2' in text
+    assert '/a"b' not in text
+    assert "# TYPE atropos_engine_open_samples gauge\natropos_engine_open_samples 0\n" in text
 
 
 def test_stop_string_and_token(http: httpx.Client) -> None:
@@ -227,9 +387,8 @@ def test_tools_go_through_the_template_and_come_back_as_calls() -> None:
         versions=[3] * len(ids),
         finish_reason="stop",
     )
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-    parsed = ParsedRequest(params=SamplingParams(), prompt_ids=[[1]], tools=tools)
-    reply = ReplyWriter(tokenizer, "m", "hermes").chat(parsed, [done])
+    parsed = ParsedRequest(params=SamplingParams(), prompt_ids=[[1]], tools=TOOLS)
+    reply = ReplyWriter(tokenizer, "m", "hermes").chat(parsed, [done], [3])
     choice = reply["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "Let me see.\n"
