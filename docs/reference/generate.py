@@ -112,7 +112,11 @@ def http_page() -> str:
     from atroposlib.testing.tiny_tokenizer import build_tiny_tokenizer
 
     policy = policy_app(NoEngine(), build_tiny_tokenizer())  # type: ignore[arg-type]
-    parts = ["# HTTP routes", "", "Both servers show an interactive page of their routes at `/docs`."]
+    parts = [
+        "# HTTP routes",
+        "",
+        "Both servers show an interactive page of their routes at `/docs`; the live page of the rollout server is at `/live`.",
+    ]
     for title, app in (("Rollout server", rollout_app), ("Policy server", policy)):
         parts += ["", f"## {title}", "", "| method | path | |", "|---|---|---|"]
         for path, methods in sorted(app.openapi()["paths"].items()):

@@ -1,6 +1,6 @@
 """Generated arithmetic: add, subtract or multiply two numbers, answer in \\boxed{}.
 
-    python examples/environments/arithmetic.py serve --openai.base_url http://localhost:9001/v1
+    python examples/environments/arithmetic.py serve --openai.base_url http://localhost:9004/v1
 
 The problems are made on the fly, so there is no data set to download and no end to them.
 """
@@ -36,7 +36,7 @@ class ArithmeticEnv(BaseEnv):
     @classmethod
     def config_init(cls) -> tuple[ArithmeticConfig, list[APIServerConfig]]:
         config = ArithmeticConfig(group_size=8, max_token_length=256, use_wandb=False)
-        return config, [APIServerConfig(model_name="default", base_url="http://localhost:9001/v1", server_type="vllm")]
+        return config, [APIServerConfig(model_name="default", base_url="http://localhost:9004/v1", server_type="vllm")]
 
     async def setup(self) -> None:
         self.random = random.Random(self.config.seed)

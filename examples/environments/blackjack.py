@@ -32,7 +32,7 @@ class BlackjackEnv(BaseEnv):
     @classmethod
     def config_init(cls) -> tuple[BlackjackConfig, list[APIServerConfig]]:
         config = BlackjackConfig(group_size=8, max_token_length=2048, use_wandb=False)
-        return config, [APIServerConfig(model_name="default", base_url="http://localhost:9001/v1", server_type="vllm")]
+        return config, [APIServerConfig(model_name="default", base_url="http://localhost:9004/v1", server_type="vllm")]
 
     async def setup(self) -> None:
         self.seeds = itertools.count(self.config.first_seed)

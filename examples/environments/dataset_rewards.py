@@ -66,7 +66,7 @@ class DatasetRewardsEnv(BaseEnv):
     @classmethod
     def config_init(cls) -> tuple[DatasetConfig, list[APIServerConfig]]:
         config = DatasetConfig(group_size=8, max_token_length=1024, use_wandb=False)
-        return config, [APIServerConfig(model_name="default", base_url="http://localhost:9001/v1", server_type="vllm")]
+        return config, [APIServerConfig(model_name="default", base_url="http://localhost:9004/v1", server_type="vllm")]
 
     async def setup(self) -> None:
         weights = itertools.chain(self.config.reward_weights, itertools.repeat(1.0))

