@@ -52,7 +52,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     """Load, serve, and stop cleanly on Ctrl-C or SIGTERM."""
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.log_level.upper() not in logging.getLevelNamesMapping():
+        parser.error(f"--log-level is {arguments.log_level!r}; use debug, info, warning or error")
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from atroposlib.access import check_bind
 

@@ -168,7 +168,7 @@ def serve_in_thread(
     check_bind(host, token=token, insecure=insecure)
     app = create_app(engine_thread, tokenizer, model_name, token=token, **options)
     server = uvicorn.Server(
-        uvicorn.Config(app, host=host, port=port, log_level="warning", lifespan="off", timeout_graceful_shutdown=2)
+        uvicorn.Config(app, host=host, port=port, log_level="warning", lifespan="off", timeout_graceful_shutdown=3)
     )
     thread = threading.Thread(target=server.run, name="policy-server", daemon=True)
     thread.start()

@@ -23,7 +23,16 @@ def choose_device(device: str) -> str:
     """``auto`` is the GPU where there is one."""
     import torch
 
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        asked = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {device!r}; use auto, cpu, cuda or cuda:1") from error
+    found = torch.cuda.device_count()
+    if asked.type == "cuda" and (asked.index or 0) >= found:
+        raise ConfigError(f"device is {device!r}, but torch {torch.__version__} sees {found} CUDA devices here")
+    return device
 
 
 def choose_dtype(dtype: str, device: str) -> Any:
