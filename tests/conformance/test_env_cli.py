@@ -314,3 +314,24 @@ def test_wrong_usage_ends_with_code_2(tmp_path: Path):
     assert "error: unknown flag '--env.group_sise'; did you mean '--env.group_size'?" in done.stderr
     assert env_cli.main(CliEnv, ["sreve"]) == 2
     assert env_cli.main(CliEnv, []) == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "value", "message"),
+    [
+        ("process", "env.group_size", "0", "it must be 1 or more"),
+        ("serve", "env.max_token_length", "-3", "it must be 1 or more"),
+        ("process", "env.total_steps", "-3", "process makes that many groups, give 1 or more"),
+        ("serve", "env.rollout_server_url", "nonsense", "it must look like http://host:8000"),
+        ("evaluate", "openai.base_url", "localhost:9001/v1", "it must look like http://host:8000"),
+    ],
+)
+def test_values_with_which_nothing_can_be_made_are_refused(command: str, flag: str, value: str, message: str):
+    with pytest.raises(ConfigError, match=f"{flag} is '?{value}'?; {message}"):
+        settings(f"--{flag}", value, command=command)
+
+
+def test_a_folder_of_evaluations_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "file").touch()
+    assert env_cli.main(CliEnv, ["evaluate", "--env.data_dir_to_save_evals", str(tmp_path / "file")]) == 2
+    assert "env.data_dir_to_save_evals: the folder" in capsys.readouterr().err

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.api.observer import GroupEvent
+from atroposlib.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -427,4 +428,11 @@ def read_run_log(path: str | Path) -> sqlite3.Connection:
         raise FileNotFoundError(f"no run log at {file}; give the folder of a run (it holds {FILE_NAME})")
     connection = sqlite3.connect(f"file:{file}?mode=ro", uri=True, check_same_thread=False, timeout=10)
     connection.row_factory = sqlite3.Row
+    try:
+        connection.execute("SELECT 1 FROM steps, groups LIMIT 1")
+    except sqlite3.DatabaseError as error:
+        connection.close()
+        raise ConfigError(
+            f"{file} is not a run log ({error}); give the folder of a run (it holds {FILE_NAME})"
+        ) from error
     return connection

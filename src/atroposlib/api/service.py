@@ -125,7 +125,7 @@ class RolloutService:
         delivery = Delivery(batch=batch, lease=lease, groups=groups, payloads=[], plain=plain)
         try:
             delivery.payloads = await self._payloads(groups)
-        except BaseException:
+        except BaseException:  # also a cancelled request: the lease is given back, the error goes on
             self.undelivered(batch, lease)
             raise
         return delivery

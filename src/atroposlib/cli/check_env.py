@@ -72,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds a stage may take")
     parser.add_argument("--show-prompt", action="store_true", help="print what the model was asked first")
     arguments = parser.parse_args(argv)
+    if arguments.group_size is not None and arguments.group_size < 1:
+        parser.error(f"--group-size is {arguments.group_size}; it must be 1 or more")
+    if arguments.timeout <= 0:
+        parser.error(f"--timeout is {arguments.timeout:g}; it must be more than 0 seconds")
     from atroposlib.testing.env_checker import check_env
 
     report = asyncio.run(

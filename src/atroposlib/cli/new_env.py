@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.cli import make_folder
 
 TEMPLATES = Path(__file__).with_name("templates")
 
@@ -39,7 +40,7 @@ def write_environment(name: str, folder: Path, *, overwrite: bool = False) -> li
     targets = {folder / f"{module}.py": "environment.py.txt", folder / f"test_{module}.py": "environment_test.py.txt"}
     if not overwrite and (there := [str(path) for path in targets if path.exists()]):
         raise ConfigError(f"{', '.join(there)} exists already; choose another name or pass --force")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "--dir")
     for path, template in targets.items():
         text = (TEMPLATES / template).read_text(encoding="utf-8")
         path.write_text(string.Template(text).substitute(values), encoding="utf-8")

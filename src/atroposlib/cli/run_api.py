@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.utils.cli import make_folder
 
 if TYPE_CHECKING:
     import uvicorn
@@ -82,6 +83,8 @@ def check(options: argparse.Namespace) -> None:
             f"--host {options.host} lets other machines in and no token is set; "
             "give --token (or set ATROPOS_TOKEN), listen on 127.0.0.1, or say --insecure if the network is yours alone"
         )
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"--port is {options.port}; it must be from 0 (any free one) to 65535")
     if options.env_timeout <= 0:
         raise ConfigError(f"--env-timeout is {options.env_timeout}; it must be more than 0 seconds")
     if options.max_body_mb <= 0:
@@ -107,6 +110,8 @@ def serve(options: argparse.Namespace) -> int:
         cors_origins=options.cors_origin,
         compress={"auto": None, "always": True, "never": False}[options.compress],
     )
+    if settings.data_dir is not None:
+        make_folder(settings.data_dir, "--data-dir")
     sock = _listen(options.host, options.port)
     host, port = sock.getsockname()[:2]
     if options.no_live_page:

@@ -27,7 +27,10 @@ def main(argv: list[str]) -> int:
         read_run_log(arguments.run_dir).close()
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from error
-    listener = socket.create_server(("127.0.0.1", arguments.port))
+    try:
+        listener = socket.create_server(("127.0.0.1", arguments.port))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on port {arguments.port} ({error}); choose another --port, or 0") from error
     address = f"http://127.0.0.1:{listener.getsockname()[1]}/live"
     print(f"{arguments.run_dir}: {address}  (Ctrl-C ends it)", flush=True)
     if not arguments.no_browser:

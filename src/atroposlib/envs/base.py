@@ -37,6 +37,7 @@ from atroposlib.envs.server_handling.server_manager import ServerManager, Server
 from atroposlib.envs.worker_budget import QueueStatus, derived_batch_size
 from atroposlib.errors import ConfigError
 from atroposlib.type_definitions import UUID, Item, Message, ScoredDataGroup, ScoredDataItem
+from atroposlib.utils.cli import make_folder
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -102,6 +103,7 @@ class BaseEnv(ABC):
         if config.data_path_to_save_groups is not None:
             path = unused_path(config.data_path_to_save_groups)
             config.data_path_to_save_groups = str(path)
+            make_folder(path.parent, "data_path_to_save_groups")
             self.jsonl_writer = JsonlWriter(path)
 
     def _reset_state(self) -> None:

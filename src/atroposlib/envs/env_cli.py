@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError, create_model
@@ -156,6 +155,7 @@ def resolve(
         servers = resolve_openai_configs(server_defaults, {}, _without_legacy(yaml_config), flags, logger)
     except ValidationError as error:
         raise ConfigError(cli.validation_message(error)) from error
+    check_values(command, config, servers)
     return RunSettings(
         command=command,
         env_config=config,
@@ -167,6 +167,20 @@ def resolve(
         yaml_config=yaml_config,
         flags=flags,
     )
+
+
+def check_values(command: str, config: BaseEnvConfig, servers: Any) -> None:
+    """Refuse settings with which no group can be made or sent."""
+    for name in ("group_size", "max_token_length"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"env.{name} is {getattr(config, name)}; it must be 1 or more")
+    if command == "process" and config.total_steps < 1:
+        raise ConfigError(f"env.total_steps is {config.total_steps}; process makes that many groups, give 1 or more")
+    if command == "serve":
+        cli.check_url(config.rollout_server_url, "env.rollout_server_url")
+    for server in servers if isinstance(servers, list) else [servers]:
+        if (url := getattr(server, "base_url", None)) is not None:
+            cli.check_url(url, "openai.base_url")
 
 
 def _without_legacy(yaml_config: dict[str, Any]) -> dict[str, Any]:
@@ -257,8 +271,7 @@ def write_evaluate_config(settings: RunSettings) -> None:
         return
     import yaml
 
-    folder = Path(settings.env_config.data_dir_to_save_evals)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = cli.make_folder(settings.env_config.data_dir_to_save_evals, "env.data_dir_to_save_evals")
     content = {
         ENV_NAMESPACE: cli.mask_secrets(settings.env_config),
         OPENAI_NAMESPACE: cli.mask_secrets(settings.server_configs),

@@ -118,7 +118,7 @@ class ProcessRunner:
 
     async def _settle(self, worker: asyncio.Task[Any]) -> None:
         env = self.env
-        error = worker.exception()
+        error = asyncio.CancelledError("cancelled from inside") if worker.cancelled() else worker.exception()
         if error is not None:
             env.statistics.failures.record("collect_trajectories", error)
         written = 0 if error is not None else worker.result()

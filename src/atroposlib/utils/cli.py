@@ -11,6 +11,7 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 from pydantic.fields import FieldInfo
@@ -165,7 +166,7 @@ def load_yaml(path: str) -> dict[str, Any]:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: not valid YAML ({error})") from error
     if content is None:
         return {}
@@ -174,6 +175,28 @@ def load_yaml(path: str) -> dict[str, Any]:
             f"--config {path}: the file must hold a mapping with sections such as 'env:', not {type(content).__name__}"
         )
     return content
+
+
+def make_folder(folder: str | Path, setting: str) -> Path:
+    """Create the folder that ``setting`` names; one that cannot be is a wrong setting."""
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = "a file of that name exists" if isinstance(error, FileExistsError) else error.strerror or str(error)
+        raise ConfigError(f"{setting}: the folder {str(path)!r} cannot be made ({reason}); name another one") from error
+    return path
+
+
+def check_url(url: str, setting: str) -> None:
+    """Refuse what is not ``http://host`` or ``https://host``: nothing would ever answer there."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 0) >= 0
+    except ValueError:  # a port that is no number, or an address that is none
+        is_address = False
+    if not is_address:
+        raise ConfigError(f"{setting} is {url!r}; it must look like http://host:8000")
 
 
 def check_keys(given: Iterable[str], known: Iterable[str], kind: str) -> None:

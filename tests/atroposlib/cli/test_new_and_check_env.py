@@ -88,3 +88,17 @@ def test_load_env_class_says_what_it_found(tmp_path: Path) -> None:
     empty.write_text("")
     with pytest.raises(ConfigError, match="holds 0 environments"):
         load_env_class(str(empty))
+
+
+def test_new_env_where_no_folder_can_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert atropos(["new-env", "puzzles", "--dir", str(tmp_path / "file")]) == 2
+    assert "--dir: the folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--group-size", "0"), ("--timeout", "0")])
+def test_check_env_refuses_impossible_numbers(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        check_env(["any.py", flag, value])
+    assert end.value.code == 2
+    assert f"{flag} is {value}; it must be" in capsys.readouterr().err

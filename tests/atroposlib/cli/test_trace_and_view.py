@@ -87,3 +87,20 @@ def test_view_serves_the_page(run_dir: Path) -> None:
 def test_view_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["view", str(tmp_path)]) == 2
     assert "no run log" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"no database at all\n" * 100])
+@pytest.mark.parametrize("command", ["trace", "view"])
+def test_a_file_that_is_no_run_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, content: bytes
+) -> None:
+    path = tmp_path / "other.sqlite"
+    path.write_bytes(content)
+    assert main(["trace", "4", "--run", str(path)] if command == "trace" else ["view", str(path), "--no-browser"]) == 2
+    assert f"{path} is not a run log" in capsys.readouterr().err
+    assert path.read_bytes() == content
+
+
+def test_view_on_a_port_that_is_none(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["view", str(run_dir), "--no-browser", "--port", "70000"]) == 2
+    assert "cannot listen on port 70000" in capsys.readouterr().err

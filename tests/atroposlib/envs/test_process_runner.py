@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.errors import AtroposError
+from atroposlib.errors import AtroposError, ConfigError
 from simple_env import NumbersEnv, make_env
 
 
@@ -94,3 +94,24 @@ async def test_nothing_but_failures_gives_up_and_says_why(tiny_tokenizer_dir: Pa
     with pytest.raises(AtroposError, match=r"0 of 10 groups made .*RuntimeError"):
         await asyncio.wait_for(env.process_manager(), 20)
     assert 20 <= env.statistics.failures.by_place["collect_trajectories"] < 30
+
+
+async def test_a_rollout_that_is_cancelled_from_inside_is_a_failure_of_its_item(
+    tiny_tokenizer_dir: Path, tmp_path: Path
+):
+    class Cancelled(NumbersEnv):
+        async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+            if item == 1:
+                raise asyncio.CancelledError("by a library")
+            return await super().collect_trajectories(item)
+
+    env = prepare(tiny_tokenizer_dir, tmp_path / "g.jsonl", Cancelled, groups=4, max_num_workers=1)
+    await env.process_manager()
+    assert len((tmp_path / "g.jsonl").read_text().splitlines()) == 4
+    assert env.statistics.failures.by_place["collect_trajectories"] == 1
+
+
+def test_a_file_of_groups_where_no_folder_can_be(tiny_tokenizer_dir: Path, tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="data_path_to_save_groups: the folder"):
+        prepare(tiny_tokenizer_dir, tmp_path / "file" / "g.jsonl", groups=1)

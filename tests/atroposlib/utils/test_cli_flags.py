@@ -127,3 +127,31 @@ def test_secrets_are_masked_at_every_depth():
         "x": {"API_KEY": "***", "api_key": ""},
         "n": 1,
     }
+
+
+def test_a_yaml_file_that_is_not_text(tmp_path: Path):
+    (tmp_path / "model.yaml").write_bytes(b"\xff\xfe\x00binary")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        cli.load_yaml(str(tmp_path / "model.yaml"))
+
+
+def test_a_folder_that_cannot_be_made_names_the_setting(tmp_path: Path):
+    assert cli.make_folder(tmp_path / "a" / "b", "--dir").is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--dir: the folder .*file' cannot be made \(a file of that name exists\)"):
+        cli.make_folder(tmp_path / "file", "--dir")
+    with pytest.raises(ConfigError, match="Not a directory"):
+        cli.make_folder(tmp_path / "file" / "below", "--dir")
+
+
+@pytest.mark.parametrize(
+    "url", ["nonsense", "localhost:8000", "ftp://host", "http://", "http://host:port", "http://[1"]
+)
+def test_what_is_no_address_is_refused(url: str):
+    with pytest.raises(ConfigError, match="it must look like http://host:8000"):
+        cli.check_url(url, "env.rollout_server_url")
+
+
+def test_addresses_are_accepted():
+    for url in ("http://127.0.0.1:0", "https://api.example.com/v1", "http://[::1]:9001/v1"):
+        cli.check_url(url, "openai.base_url")
