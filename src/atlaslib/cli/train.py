@@ -6,6 +6,7 @@ Everything is read and checked before torch is imported: ``--help`` and a misspe
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import logging
 import sys
@@ -241,6 +242,8 @@ def _trainer_arguments(name: str, run: dict[str, Any], config: Any) -> dict[str,
         if run.get(key) is not None:
             arguments[key] = load_rows(run[key])
     if run.get("reward_funcs") is not None:
+        if name == "gkd":
+            raise ConfigError("trainer=gkd takes its reward from teacher_model; leave reward_funcs out")
         given = run["reward_funcs"]
         arguments["reward_funcs"] = [
             load_reward(part) for part in (given if isinstance(given, list) else str(given).split(","))
@@ -252,7 +255,23 @@ def _trainer_arguments(name: str, run: dict[str, Any], config: Any) -> dict[str,
             if name != owner:
                 raise ConfigError(f"{key} belongs to trainer={owner}, not to trainer={name}")
             arguments[key] = run[key]
+    if name == "gkd" and "teacher_model" not in arguments:
+        raise ConfigError("trainer=gkd needs a teacher; give teacher_model=FOLDER or a hub id")
+    _check_names(run.get("trainer_kwargs") or {}, load_object(TRAINERS[name]))
     return arguments
+
+
+def _check_names(given: dict[str, Any], trainer: type) -> None:
+    known = {name for cls in trainer.__mro__[:-1] for name in inspect.signature(cls).parameters}
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                unknown_name_message("argument of the trainer", f"trainer_kwargs.{name}", _prefixed(known))
+            )
+
+
+def _prefixed(names: set[str]) -> list[str]:
+    return [f"trainer_kwargs.{name}" for name in names - {"self", "args", "kwargs", "positional"}]
 
 
 def _lora(settings: dict[str, Any]) -> Any:

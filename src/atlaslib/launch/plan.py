@@ -115,7 +115,7 @@ def load_plan(path: Path, overrides: list[str]) -> RunPlan:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(
@@ -231,15 +231,23 @@ def check_plan(plan: RunPlan, *, where: str) -> None:
 
 
 def check_trainer(plan: RunPlan, *, where: str) -> None:
-    """Every key under ``trainer`` is a GRPOConfig parameter."""
+    """Every key under ``trainer`` is a GRPOConfig parameter and has a value of its type."""
     import dataclasses
 
+    from atlaslib.cli.train import convert
     from atlaslib.trainers.grpo_config import GRPOConfig
+    from atlaslib.trainers.grpo_fields import all_parameters
 
     known = {item.name for item in dataclasses.fields(GRPOConfig) if item.init}
-    for key in plan.trainer:
+    parameters = all_parameters()
+    for key, value in plan.trainer.items():
         if key not in known:
             raise ConfigError(f"{where}: trainer: {unknown_name_message('key', key, known)}")
+        if key in parameters:
+            try:
+                convert(parameters[key], value)
+            except ConfigError as error:
+                raise ConfigError(f"{where}: trainer.{error}") from error
     for key in ("rollout_server_url", "policy_server_port", "output_dir"):
         if key in plan.trainer:
             raise ConfigError(

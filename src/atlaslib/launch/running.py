@@ -20,6 +20,7 @@ from atlaslib.errors import ConfigError
 from atlaslib.launch.display import RunDisplay
 from atlaslib.launch.plan import RunPlan, fix_ports, processes, write_files
 from atlaslib.launch.supervisor import ProcessSpec, RunFailedError, Supervisor
+from atroposlib.utils.cli import make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ def run_plan(
     console = console or Console()
     keep_ports(plan)
     fix_ports(plan)
+    make_folder(plan.run_dir, "run_dir")
     (plan.run_dir / "done.json").unlink(missing_ok=True)
     write_files(plan)
     page = plan.rollout_url + "/live"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atlaslib.errors import ConfigError
+from atroposlib.errors import RewardComputationError
 
 logger = logging.getLogger(__name__)
 RewardFunc = Any
@@ -95,6 +96,9 @@ class RewardSet:
             raise ConfigError(
                 f"reward_weights has {len(self.weights)} entries for {len(functions)} reward functions ({', '.join(self.names)}); give one weight per function"
             )
+        self._worked: set[str] = set()  # functions that gave an answer at least once
+        self._broken: dict[str, tuple[set[str], Exception]] = {}  # function -> prompts it failed on, its first error
+        self._shown: set[str] = set()
 
     def __len__(self) -> int:
         return len(self.functions)
@@ -106,23 +110,56 @@ class RewardSet:
         answers = _call_all(self.functions, self.names, inputs, extra or {})
         for function, name, answer in zip(self.functions, self.names, answers, strict=True):
             if isinstance(answer, Exception):
-                logger.error(
-                    "reward %s failed on a batch of %d, asking sample by sample: %r", name, len(inputs), answer
-                )
+                self._show(name, len(inputs), answer)
                 column, bad = _call_singly(function, name, inputs, extra or {})
             else:
                 column, bad = answer, set()
+            self._remember(name, inputs, bad, answer)
             columns.append(column)
             failed.append(bad)
         rows = [[column[index] for column in columns] for index in range(len(inputs))]
         broken = set().union(*failed) if failed else set()
         totals = [math.nan if index in broken else self._total(row) for index, row in enumerate(rows)]
+        if not broken and totals and all(map(math.isnan, totals)) and "none applies" not in self._shown:
+            self._shown.add("none applies")
+            logger.warning(
+                "no reward applies to any of %d completions (all are None or NaN); they train nothing", len(totals)
+            )
         return RewardTable(
             names=list(self.names),
             values=rows,
             totals=totals,
             failures={name: len(bad) for name, bad in zip(self.names, failed, strict=True)},
         )
+
+    def raise_if_broken(self, *, min_prompts: int = 1) -> None:
+        """A function that failed on every sample of ``min_prompts`` prompts or more, and never gave a reward, is a mistake."""
+        for name, (prompts, error) in self._broken.items():
+            if name not in self._worked and len(prompts) >= min_prompts:
+                raise RewardComputationError(
+                    f"the reward {name!r} failed on every completion so far, of {len(prompts)} prompts "
+                    f"({type(error).__name__}: {error}); correct it, or the columns it is given"
+                ) from error
+
+    def _show(self, name: str, count: int, error: Exception) -> None:
+        """Every failed batch is logged, each kind of failure once with its traceback."""
+        kind = f"{name} {type(error).__name__}"
+        first = kind not in self._shown
+        self._shown.add(kind)
+        logger.error(
+            "reward %s failed on a batch of %d, asking sample by sample: %r",
+            name,
+            count,
+            error,
+            exc_info=error if first else None,
+        )
+
+    def _remember(self, name: str, inputs: RewardInputs, bad: set[int], answer: Any) -> None:
+        if len(bad) < len(inputs):
+            self._worked.add(name)
+        elif name not in self._worked and isinstance(answer, Exception):
+            prompts, _ = self._broken.setdefault(name, (set(), answer))
+            prompts.update(str(prompt) for prompt in inputs.prompts)
 
     def _total(self, row: list[float]) -> float:
         """Weighted sum of the functions that apply; NaN when none does."""
@@ -291,6 +328,8 @@ def _checked(answer: Any, name: str, expected: int) -> list[float] | Exception:
         values = [math.nan if value is None else float(value) for value in answer]
     except (TypeError, ValueError) as error:
         return error
+    if any(map(math.isinf, values)):
+        return ValueError(f"reward {name} returned an infinite value; give a finite number, or None where none applies")
     if len(values) != expected:
         return ValueError(f"reward {name} returned {len(values)} values for {expected} completions")
     return values

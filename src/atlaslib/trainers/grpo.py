@@ -41,6 +41,7 @@ from atlaslib.trainers.step_hooks import StepHooks, remember_grad_norm
 from atlaslib.trainers.step_metrics import MetricsFile, StepMetrics
 from atlaslib.trainers.update import MicroStep, PolicyUpdate
 from atlaslib.types import Microbatch, TrainingSample
+from atroposlib.utils.cli import make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,8 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
         tokenizer = model_setup.load_tokenizer(processing_class, policy, args)
         self.reference = model_setup.make_reference(policy, args)
         model_setup.train_last_layers(policy, args.trainable_layers)
+        if args.should_save:
+            make_folder(args.output_dir, "output_dir")
         super().__init__(
             model=policy,
             args=args,
@@ -239,7 +242,9 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
             stack.callback(self.pipeline.close)
             if self.service is not None:
                 stack.callback(self.service.close)
-            return super().train(resume_from_checkpoint=checkpoint, **kwargs)
+            result = super().train(resume_from_checkpoint=checkpoint, **kwargs)
+        self.rewards.raise_if_broken()
+        return result
 
     # ------------------------------------------------------------------ rollouts, in process
 
@@ -287,6 +292,7 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
         rollouts.apply_rewards(made, table)
         for name, count in table.failures.items():
             self.metrics.put(f"rewards/{name}_failed", float(count))
+        self.rewards.raise_if_broken(min_prompts=2)  # one prompt may be the data's fault; the end of the run asks again
 
     def annotate(self, samples: list[TrainingSample], made: Sequence[Rollout]) -> list[TrainingSample]:
         """A last look at the samples of a batch before they are laid out; for subclasses."""

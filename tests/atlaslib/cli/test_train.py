@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atlaslib.cli.train import help_text, main, parse
+from atlaslib.cli.train import help_text, main, parse, read_rows
 from atlaslib.errors import ConfigError
 
 
@@ -67,6 +67,49 @@ def test_forms_of_a_parameter(tmp_path: Path) -> None:
 def test_mistakes_are_named(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(words)
+
+
+@pytest.mark.parametrize("content", [b"a: [", b"\xff\xfe\x00binary"])
+def test_a_yaml_file_that_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "run.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"run.yaml is not valid YAML"):
+        parse([str(tmp_path / "run.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", b'{"prompt": "a"}\n{"prompt": \n', r"rows.jsonl, line 2 is not valid JSON .*'{\"prompt\": '"),
+        ("rows.json", b"[1", "rows.json is not valid JSON"),
+        ("rows.json", b'{"prompt": "a"}', "must hold a list of rows"),
+        ("rows.jsonl", b'"a"\n', "each an object"),
+        ("rows.jsonl", b"\xff\xfe", "is not text"),
+    ],
+)
+def test_data_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        read_rows(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trainer=gkd", "reward_funcs=accuracy", "teacher_model=x"], "leave reward_funcs out"),
+        (["trainer=gkd"], "trainer=gkd needs a teacher"),
+        (["trainer=gkd", "teacher_model=x", "trainer_kwargs.mixx=0.5"], "did you mean 'trainer_kwargs.mix'"),
+        (["trainer_kwargs.callback=1"], "did you mean 'trainer_kwargs.callbacks'"),
+    ],
+)
+def test_arguments_no_trainer_takes_are_named(words: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        main([f"output_dir={tmp_path}", "use_cpu=true", "report_to=none", *words])
+
+
+def test_a_row_may_hold_any_character(tmp_path: Path) -> None:
+    rows = [{"prompt": "first\u2028second"}, {"prompt": "b\x85c"}]
+    (tmp_path / "rows.jsonl").write_text("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\r\n\n")
+    assert read_rows(tmp_path / "rows.jsonl") == rows
 
 
 def test_help_lists_every_parameter_with_its_documentation() -> None:

@@ -21,6 +21,7 @@ from atlaslib.launch.plan import (
     processes,
     write_files,
 )
+from atlaslib.launch.running import run_plan
 
 TASK = "atroposlib.envs.quickstart_env:RepeatLetters"
 
@@ -87,6 +88,9 @@ def test_a_file_that_is_missing_or_not_yaml(tmp_path: Path) -> None:
     broken.write_text("a: [1")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_plan(broken, [])
+    broken.write_bytes(b"\xff\xfe\x00binary")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_plan(broken, [])
     broken.write_text("- 1")
     with pytest.raises(ConfigError, match="must hold keys and values"):
         load_plan(broken, [])
@@ -95,6 +99,9 @@ def test_a_file_that_is_missing_or_not_yaml(tmp_path: Path) -> None:
 def test_trainer_keys_are_checked_against_the_trainer() -> None:
     plan = make_plan({"environments": [{"path": TASK}], "trainer": {"lerning_rate": 1}}, where="f.yaml")
     with pytest.raises(ConfigError, match=r"f.yaml: trainer: unknown key 'lerning_rate'; did you mean 'learning_rate'"):
+        check_trainer(plan, where="f.yaml")
+    plan.trainer = {"max_steps": "many"}
+    with pytest.raises(ConfigError, match=r"f.yaml: trainer.max_steps='many': expected int"):
         check_trainer(plan, where="f.yaml")
     plan.trainer = {"output_dir": "x"}
     with pytest.raises(ConfigError, match="set by the supervisor"):
@@ -109,6 +116,7 @@ def test_trainer_keys_are_checked_against_the_trainer() -> None:
             {"path": "atroposlib.envs.quickstart_env:RepeatLeters"},
             "unknown environment 'RepeatLeters'; did you mean 'RepeatLetters'",
         ),
+        ({"path": TASK, "config": {"group_size": 0}}, "env.group_size is 0; it must be 1 or more"),
         ({"path": TASK, "config": {"gruop_size": 4}}, "unknown key .*'gruop_size'; did you mean 'group_size'"),
     ],
 )
@@ -116,6 +124,13 @@ def test_environments_are_checked_before_anything_starts(environment: dict[str, 
     plan = make_plan({"environments": [environment]}, where="f.yaml")
     with pytest.raises(ConfigError, match=message):
         check_plan(plan, where="f.yaml")
+
+
+def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    plan = make_plan({"environments": [{"path": TASK}], "run_dir": str(tmp_path / "file" / "run")}, where="f.yaml")
+    with pytest.raises(ConfigError, match=r"run_dir: the folder .* cannot be made"):
+        run_plan(plan, title="a run")
 
 
 def test_a_model_folder_must_exist() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from atlaslib.errors import ConfigError
 from atlaslib.rewards.reward_calls import RewardInputs, RewardSet
+from atroposlib.errors import RewardComputationError
 
 
 def make_inputs(count: int = 3, **columns: list[Any]) -> RewardInputs:
@@ -115,3 +116,62 @@ def test_a_classification_model_as_reward(tiny_tokenizer: Any) -> None:
     ids = tiny_tokenizer("p2xx", return_tensors="pt", add_special_tokens=False)["input_ids"]
     assert table.totals[2] == pytest.approx(float(model(ids).logits[0, 0].detach()), abs=1e-5)
     assert table.names == ["LlamaForSequenceClassification"]
+
+
+def test_an_infinite_reward_is_a_failure() -> None:
+    def unbounded(completions: list[str], **_: Any) -> list[float]:
+        return [math.inf if "x" in text else 1.0 for text in completions]
+
+    table = RewardSet([unbounded]).score(make_inputs())
+    assert table.totals[0] == 1.0
+    assert math.isnan(table.totals[1])
+    assert table.failures == {"unbounded": 2}
+
+
+def test_a_function_that_never_worked_is_a_mistake() -> None:
+    def broken(completions: list[str], **_: Any) -> list[float]:
+        raise KeyError("answer")
+
+    rewards = RewardSet([length, broken])
+    rewards.score(make_inputs(1))
+    rewards.raise_if_broken(min_prompts=2)  # one prompt may be the data's fault
+    rewards.score(make_inputs(2))
+    with pytest.raises(RewardComputationError, match=r"'broken' failed on every completion so far, of 2 prompts") as e:
+        rewards.raise_if_broken(min_prompts=2)
+    assert isinstance(e.value.__cause__, KeyError)
+
+
+def test_a_function_that_worked_once_may_fail_later() -> None:
+    is_down = False
+
+    def judge(completions: list[str], **_: Any) -> list[float]:
+        if is_down:
+            raise ConnectionError("the judge is down")
+        return [1.0] * len(completions)
+
+    rewards = RewardSet([judge])
+    rewards.score(make_inputs())
+    is_down = True
+    assert rewards.score(make_inputs()).failures == {"judge": 3}
+    rewards.raise_if_broken()
+
+
+def test_the_traceback_is_shown_once(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(completions: list[str], **_: Any) -> list[float]:
+        raise KeyError("answer")
+
+    rewards = RewardSet([broken])
+    for _ in range(3):
+        rewards.score(make_inputs())
+    shown = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [record.exc_info is not None for record in shown] == [True, False, False]
+
+
+def test_rewards_that_never_apply_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def nothing(completions: list[str], **_: Any) -> list[None]:
+        return [None] * len(completions)
+
+    rewards = RewardSet([nothing])
+    for _ in range(2):
+        rewards.score(make_inputs())
+    assert caplog.text.count("no reward applies to any of 3 completions") == 1

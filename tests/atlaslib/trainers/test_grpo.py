@@ -12,6 +12,7 @@ import torch
 
 from atlaslib.errors import ConfigError
 from atlaslib.trainers import GRPOConfig, GRPOTrainer
+from atroposlib.errors import RewardComputationError
 
 
 def read_metrics(folder: str) -> list[dict[str, float]]:
@@ -110,6 +111,28 @@ def test_a_failing_reward_sets_samples_aside(
     assert line["rewards/fragile_failed"] == 8.0
     assert line["rollout/num_set_aside"] == 8.0
     assert line["train/num_samples"] == 56.0
+
+
+@pytest.mark.parametrize("prompts", [1, 8])
+def test_a_reward_that_never_works_ends_the_run(
+    prompts: int, small_model: Any, make_config: Any, tiny_tokenizer: Any, rows: Any
+) -> None:
+    def broken(completions: list[str], **_: Any) -> list[float]:
+        raise RuntimeError("cannot grade anything")
+
+    config = make_config(max_steps=1, per_device_train_batch_size=2 * prompts, num_generations=2)
+    trainer = GRPOTrainer(small_model(), broken, config, train_dataset=rows, processing_class=tiny_tokenizer)
+    with pytest.raises(RewardComputationError, match=r"'broken' failed on every completion .*cannot grade anything"):
+        trainer.train()
+
+
+def test_an_output_dir_that_cannot_be_made(
+    small_model: Any, make_config: Any, tiny_tokenizer: Any, rows: Any, letters: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    config = make_config(output_dir=str(tmp_path / "file" / "out"))
+    with pytest.raises(ConfigError, match="output_dir: the folder"):
+        GRPOTrainer(small_model(), letters, config, train_dataset=rows, processing_class=tiny_tokenizer)
 
 
 def test_truncated_completions_can_be_masked(
