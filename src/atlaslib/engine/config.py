@@ -116,6 +116,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
+        if not isinstance(self.stop or [], list | tuple):
+            raise EngineInputError(f"stop must be a string or a list of strings, got {_shown(self.stop)}")
         self.stop = list(self.stop or [])
         self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids or [])
         self.logit_bias = _biases(self.logit_bias or {})

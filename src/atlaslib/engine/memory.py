@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -42,7 +43,10 @@ def choose_num_blocks(
                 "free memory or lower block_size"
             )
         return num_blocks
-    if device.type == "cuda" and config.num_blocks > fitting:
+    if device.type != "cuda":  # who names a number means it, as far as the machine goes
+        allowed, source = _physical_memory(), "the memory of this machine"
+        fitting = allowed // block_bytes
+    if config.num_blocks > fitting:
         raise EngineMemoryError(
             f"num_blocks={config.num_blocks} needs {_human(config.num_blocks * block_bytes)}, but {_human(allowed)} "
             f"is available ({source}): at most num_blocks={fitting} fits ({fitting * config.block_size} tokens)"
@@ -58,6 +62,10 @@ def _allowed_bytes(config: EngineConfig, device: torch.device, reserve: int) -> 
             f"memory_fraction={config.memory_fraction:g} of {_human(free)} free, less {_human(reserve)} for activations"
         )
     return config.cpu_cache_bytes, f"cpu_cache_bytes={config.cpu_cache_bytes}"
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _human(count: int) -> str:

@@ -86,7 +86,7 @@ def eos_ids(model: Any, tokenizer: Any) -> list[int]:
 def probe(engine: Any) -> None:
     """Compare a short paged run with the model's plain forward; raise when they are not the same function."""
     model, vocab = engine.model, engine.runner.vocab_size
-    tokens = [(7919 * i + 11) % vocab for i in range(min(12, engine.max_model_len - 4))]
+    tokens = [(7919 * i + 11) % vocab for i in range(max(1, min(12, engine.max_model_len - 4)))]
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
     try:
         reply = engine.generate([tokens], params)[0][0]

@@ -204,6 +204,16 @@ def test_a_cache_without_room_says_so() -> None:
         Engine(tiny_causal_lm("llama"), config=EngineConfig(cpu_cache_bytes=5000))
 
 
+def test_more_blocks_than_the_machine_has_memory_says_how_many_fit() -> None:
+    with pytest.raises(EngineMemoryError, match=r"num_blocks=1000000000 needs .* GiB.*at most num_blocks=\d+ fits"):
+        Engine(tiny_causal_lm("llama"), config=EngineConfig(num_blocks=10**9))
+
+
+def test_a_very_short_max_model_len() -> None:
+    engine = Engine(tiny_causal_lm("llama"), config=EngineConfig(max_model_len=2))
+    assert len(engine.generate([[5]], SamplingParams(max_tokens=9, ignore_eos=True))[0][0].token_ids) == 1
+
+
 def test_max_model_len_shrinks_to_what_the_cache_holds() -> None:
     engine = Engine(tiny_causal_lm("llama"), config=EngineConfig(block_size=4, num_blocks=10))
     assert engine.max_model_len == 40

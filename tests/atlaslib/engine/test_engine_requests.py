@@ -160,6 +160,8 @@ def test_max_tokens_zero_reads_the_prompt_only(engine: Engine) -> None:
         ({"presence_penalty": 1e9}, "presence_penalty"),
         ({"frequency_penalty": "x"}, "frequency_penalty"),
         ({"stop": [""]}, "stop must hold non-empty strings"),
+        ({"stop": 5}, "stop must be a string or a list of strings, got 5"),
+        ({"logit_bias": {5: float("nan")}}, "logit_bias of token 5 must be a number"),
         ({"seed": 1.5}, "seed"),
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
