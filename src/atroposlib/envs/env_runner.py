@@ -78,8 +78,12 @@ class EnvRunner:
         env = self.env
         await env.setup()
         await env.setup_wandb()
-        await env.register_env()
-        await env.get_server_info()
+        try:
+            await env.register_env()
+            await env.get_server_info()
+        except BaseException:  # refused, or told to stop while waiting: the connection is closed, the error goes on
+            await env.rollout_client.aclose()
+            raise
         reporter = asyncio.create_task(self._report_forever(), name="report metrics")
         try:
             while await self._turn():

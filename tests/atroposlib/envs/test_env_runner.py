@@ -14,7 +14,7 @@ import pytest
 
 from atroposlib.envs import env_runner
 from atroposlib.envs.server_handling.policy_versions import note_policy_versions
-from atroposlib.errors import ConfigError, InferenceUnavailableError
+from atroposlib.errors import ConfigError, InferenceUnavailableError, RolloutRejectedError
 from simple_env import NumbersEnv, RecordingClient, make_env, some_groups, some_rounds, wait_until
 
 
@@ -501,3 +501,20 @@ async def test_nothing_is_said_every_loop(tiny_tokenizer_dir: Path, caplog: pyte
         async with serving(env):
             await wait_until(lambda: len(client.groups) > 20)
     assert len([record for record in caplog.records if record.name.startswith("atroposlib")]) < 6
+
+
+async def test_a_refused_registration_closes_the_connection(tiny_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    class Refused(NumbersEnv):
+        async def register_env(self) -> None:
+            raise RolloutRejectedError("refused with 401", status=401)
+
+    env = make_env(tiny_tokenizer_dir, RecordingClient(), Refused)
+    closed: list[bool] = []
+
+    async def aclose() -> None:
+        closed.append(True)
+
+    monkeypatch.setattr(env.rollout_client, "aclose", aclose)
+    with pytest.raises(RolloutRejectedError):
+        await env.env_manager()
+    assert closed == [True]
