@@ -49,7 +49,7 @@ class KVCache:
     def empty(layers: list[LayerShape], num_blocks: int, block_size: int, device: torch.device) -> KVCache:
         def make(shape: LayerShape, dim: int) -> Tensor:
             size = (num_blocks, block_size, shape.kv_heads, dim)
-            if device.type == "cpu":  # masked places are read, so they must be numbers; zero pages cost nothing
+            if device.type == "cpu":  # masked places are read, so they must be numbers
                 return torch.zeros(size, dtype=shape.dtype)
             return torch.empty(size, dtype=shape.dtype, device=device)
 

@@ -59,22 +59,29 @@ class EngineConfig:
     """CPU: torch threads during a step; None: one for small models, torch's own number for the others."""
 
     def __post_init__(self) -> None:
-        _positive(
-            self, "max_model_len", "max_num_seqs", "max_prefill_tokens", "block_size", "num_blocks", "num_threads"
-        )
-        if not 0.0 < self.memory_fraction <= 1.0:
-            raise ConfigError(f"memory_fraction must lie in (0, 1], got {self.memory_fraction!r}")
+        for name in _COUNTS:
+            _check_count(name, getattr(self, name), 1)
+        _check_count("seed", self.seed, 0)
+        for name in _CONFIG_SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {_shown(getattr(self, name))}")
+        if not isinstance(self.memory_fraction, int | float) or not 0.0 < self.memory_fraction <= 1.0:
+            raise ConfigError(f"memory_fraction must lie in (0, 1], got {_shown(self.memory_fraction)}")
         if self.update_mode not in UPDATE_MODES:
             raise ConfigError(unknown_name_message("update_mode", self.update_mode, UPDATE_MODES))
         if self.cached_keys not in CACHED_KEYS:
             raise ConfigError(unknown_name_message("cached_keys", self.cached_keys, CACHED_KEYS))
 
 
-def _positive(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+_COUNTS = (
+    "max_model_len", "max_num_seqs", "max_prefill_tokens", "block_size", "num_blocks", "cpu_cache_bytes", "num_threads",
+)  # fmt: skip
+_CONFIG_SWITCHES = ("prefix_cache", "exact", "cuda_graphs", "fused_kernels", "merge_weights", "check_model")
+
+
+def _check_count(name: str, value: Any, low: int) -> None:
+    if value is not None and (not _whole(value) or value < low):
+        raise ConfigError(f"{name} must be a whole number of at least {low}, got {_shown(value)}")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from atlaslib.engine.block_manager import BlockManager
-from atlaslib.engine.config import EngineConfig, SamplingParams
+from atlaslib.engine.config import EngineConfig, SamplingParams, check_temperature
 from atlaslib.engine.garbage import full_collections_later
 from atlaslib.engine.memory import prefill_tokens
 from atlaslib.engine.model_runner import ModelRunner, StepResult
@@ -106,6 +106,7 @@ class Engine:
     @full_collections_later()
     def score(self, sequences: list[list[int]], *, temperature: float = 1.0) -> list[list[float]]:
         """Log-prob of token i given the tokens before it, at `temperature`; index 0 is 0.0."""
+        check_temperature(temperature)
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         requests = [self.make_request(tokens, params, score_temperature=temperature) for tokens in sequences]
         return [completions[0].prompt_logprobs or [] for completions in self._run(requests)]

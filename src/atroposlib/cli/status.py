@@ -139,23 +139,40 @@ def _bytes(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
+def _show(before: dict[str, Any] | None, now: dict[str, Any], seconds: float, url: str) -> None:
+    print(render(now, rates(before, now, seconds), url), flush=True)
+
+
+def _watch(before: dict[str, Any] | None, url: str, options: argparse.Namespace) -> None:
+    """Until somebody has seen enough."""
+    looked = time.monotonic()
+    while True:
+        time.sleep(max(0.1, options.interval))
+        try:
+            now = fetch(url, options.token)
+        except RolloutServerUnavailableError as error:  # it may come back, with counts of its own
+            print(f"\natropos status: {error}; looking again", file=sys.stderr, flush=True)
+            before = None
+            continue
+        print()
+        _show(before, now, time.monotonic() - looked, url)
+        before, looked = now, time.monotonic()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `atropos status`."""
     options = parser().parse_args(argv)
     url = options.url.rstrip("/")
     try:
-        now = fetch(url, options.token)
+        first = fetch(url, options.token)
         if options.json:
             import json
 
-            print(json.dumps(now, indent=2))
+            print(json.dumps(first, indent=2))
             return 0
-        print(render(now, rates(None, now, 0.0), url))
-        while options.watch:
-            before, looked = now, time.monotonic()
-            time.sleep(max(0.1, options.interval))
-            now = fetch(url, options.token)
-            print("\n" + render(now, rates(before, now, time.monotonic() - looked), url), flush=True)
+        _show(None, first, 0.0, url)
+        if options.watch:
+            _watch(first, url, options)
     except KeyboardInterrupt:
         return 130
     except AtroposError as error:

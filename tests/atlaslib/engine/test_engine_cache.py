@@ -231,6 +231,9 @@ def test_max_model_len_shrinks_to_what_the_cache_holds() -> None:
         ("update_mode", "drian"),
         ("cached_keys", "x"),
         ("num_blocks", 2.5),
+        ("cpu_cache_bytes", "2g"),
+        ("exact", "no"),
+        ("seed", -1),
     ],
 )
 def test_impossible_settings_are_named(field: str, value: object) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import requests
@@ -77,3 +81,28 @@ def test_rates_are_taken_between_two_looks() -> None:
     assert status.rates(None, look(20, 1000), 0.0) == {"a": (1.5, 50.0)}
     assert status.rates(look(20, 1000), look(30, 1400), 4.0) == {"a": (2.5, 100.0)}
     assert status.rates(look(20, 1000), look(0, 0), 1.0) == {"a": (0.0, 0.0)}  # the server started afresh
+
+
+def test_watching_goes_on_when_the_server_is_away(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One look at a server, two while it is gone, one at the next server on the same port."""
+    port = free_port()
+    with ExitStack() as servers:
+        servers.enter_context(serve_api("--no-live-page", port=port))
+
+        def waits() -> Iterator[None]:
+            servers.close()
+            yield
+            yield
+            servers.enter_context(serve_api("--no-live-page", port=port))
+            yield
+            raise KeyboardInterrupt
+
+        between_looks = waits()
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: next(between_looks))
+        monkeypatch.setattr(status, "time", clock)
+        assert status.main(["--url", f"http://127.0.0.1:{port}", "--watch"]) == 130
+    told = capsys.readouterr()
+    assert told.out.count("rollout server http") == 2
+    assert told.err.count("looking again") == 2
