@@ -62,8 +62,10 @@ def config(tmp_path: Path) -> Callable[..., GRPOConfig]:
 ROWS = [{"prompt": f"ask {letter}", "answer": letter} for letter in "abcdefgh"]
 
 
-def lengths(completions: list[str], **_: Any) -> list[float]:
-    return [float(len(set(text))) for text in completions]
+def lengths(completions: list[Any], **_: Any) -> list[float]:
+    """Of texts, or of the messages a conversation goes on with."""
+    texts = [reply if isinstance(reply, str) else reply[-1]["content"] for reply in completions]
+    return [float(len(set(text))) for text in texts]
 
 
 @pytest.fixture
@@ -549,6 +551,7 @@ def test_chat_template_kwargs_reach_the_template(train: Any, tiny_tokenizer: Any
     tiny_tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ mark }}"
     rows = [{"prompt": [{"role": "user", "content": f"q{n}"}]} for n in range(4)]
     trainer = train(rows=rows, chat_template_kwargs={"mark": "!"})
+    assert trainer.step_samples
     assert all("!" in tiny_tokenizer.decode(sample.token_ids[:3]) for sample in trainer.step_samples)
 
 
