@@ -171,15 +171,16 @@ def resolve(
 
 def check_values(command: str, config: BaseEnvConfig, servers: Any) -> None:
     """Refuse settings with which no group can be made or sent."""
-    for name in ("group_size", "max_token_length"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"env.{name} is {getattr(config, name)}; it must be 1 or more")
+    needed = {"serve": ("group_size", "max_token_length"), "process": ("group_size",)}  # evaluate may do without
+    for name in needed.get(command, ()):
+        if isinstance(value := getattr(config, name), int) and value < 1:
+            raise ConfigError(f"env.{name} is {value}; it must be 1 or more")
     if command == "process" and config.total_steps < 1:
         raise ConfigError(f"env.total_steps is {config.total_steps}; process makes that many groups, give 1 or more")
     if command == "serve":
         cli.check_url(config.rollout_server_url, "env.rollout_server_url")
     for server in servers if isinstance(servers, list) else [servers]:
-        if (url := getattr(server, "base_url", None)) is not None:
+        if url := getattr(server, "base_url", None):
             cli.check_url(url, "openai.base_url")
 
 
