@@ -14,10 +14,9 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from atlaslib.errors import ConfigError, unknown_name_message
-from atlaslib.trainers.grpo_fields import Parameter, all_parameters
+from atlaslib.trainers.grpo_fields import all_parameters, convert, read_value
+from atroposlib.utils.cli import read_yaml
 
 RUN_KEYS: dict[str, str] = {
     "config": "YAML file(s) with parameters; later ones and the command line win. A bare FILE.yaml does the same.",
@@ -128,10 +127,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
     """Parameters of a YAML file; nested tables are allowed where a parameter is a table."""
     if not path.is_file():
         raise ConfigError(f"configuration file {path} does not exist")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"configuration file {path} is not valid YAML: {error}") from error
+    content = read_yaml(path, f"configuration file {path}") or {}
     if not isinstance(content, dict):
         raise ConfigError(f"configuration file {path} must hold key: value lines")
     settings: dict[str, Any] = {}
@@ -166,54 +162,6 @@ def _set(settings: dict[str, Any], key: str, value: Any) -> None:
         settings[name] = convert(known[name], value)
     else:
         settings[name] = read_value(value) if name in NESTED else value
-
-
-def read_value(value: Any) -> Any:
-    """Text as YAML would read it, with 1e-5 as a number too."""
-    if not isinstance(value, str):
-        return value
-    try:
-        loaded = yaml.safe_load(value)
-    except yaml.YAMLError:
-        return value
-    if isinstance(loaded, str):
-        try:
-            return float(loaded)
-        except ValueError:
-            return loaded
-    return loaded
-
-
-def convert(parameter: Parameter, value: Any) -> Any:
-    """``value`` as the type the parameter declares; a value that cannot be one is an error that names both."""
-    kind = parameter.type_text
-    absent = {"null", ""} if "str" in kind else {"none", "null", ""}  # 'none' is a value of several text parameters
-    if isinstance(value, str) and value.lower() in absent and "None" in kind:
-        return None
-    loaded = read_value(value)
-    if "list" in kind and isinstance(loaded, str) and "str" in kind:
-        return [part.strip() for part in loaded.split(",")] if "," in loaded else loaded
-    if "list" in kind and isinstance(value, str) and "," in value and not isinstance(loaded, list):
-        return [read_value(part.strip()) for part in value.split(",")]
-    if _fits(loaded, kind):
-        return loaded
-    if "str" in kind or "Enum" in kind or "Strategy" in kind or "Names" in kind or "Type" in kind:
-        return str(value)
-    raise ConfigError(f"{parameter.name}={value!r}: expected {kind}")
-
-
-def _fits(value: Any, kind: str) -> bool:
-    if isinstance(value, bool):
-        return "bool" in kind
-    if isinstance(value, int):
-        return "int" in kind or "float" in kind
-    if isinstance(value, float):
-        return "float" in kind
-    if isinstance(value, list):
-        return "list" in kind
-    if isinstance(value, dict):
-        return "dict" in kind
-    return value is None and "None" in kind
 
 
 def train(settings: dict[str, Any], run: dict[str, Any]) -> int:

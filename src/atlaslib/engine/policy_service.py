@@ -131,9 +131,7 @@ class PolicyService:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=open_turn, **extra
             )
-        except (
-            Exception
-        ) as error:  # boundary: chat templates are programs of the model's author and raise what they like
+        except Exception as error:  # a chat template is a program of the model's author and raises what it likes
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 

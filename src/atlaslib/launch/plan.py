@@ -33,6 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atlaslib.errors import ConfigError, unknown_name_message
 from atlaslib.launch.supervisor import ProcessSpec
+from atroposlib.utils.cli import read_yaml
 
 BUILT_IN_MODELS = frozenset({"tiny", "smollm2"})
 ENDLESS = 10**9
@@ -112,11 +113,9 @@ class RunPlan(_Section):
 def load_plan(path: Path, overrides: list[str]) -> RunPlan:
     """Read a plan file and apply ``key=value`` overrides (dotted keys)."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path, str(path))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(
             f"{path} must hold keys and values, not {type(content).__name__}; known keys: {', '.join(RunPlan.model_fields)}"
@@ -234,9 +233,8 @@ def check_trainer(plan: RunPlan, *, where: str) -> None:
     """Every key under ``trainer`` is a GRPOConfig parameter and has a value of its type."""
     import dataclasses
 
-    from atlaslib.cli.train import convert
     from atlaslib.trainers.grpo_config import GRPOConfig
-    from atlaslib.trainers.grpo_fields import all_parameters
+    from atlaslib.trainers.grpo_fields import all_parameters, convert
 
     known = {item.name for item in dataclasses.fields(GRPOConfig) if item.init}
     parameters = all_parameters()

@@ -165,9 +165,7 @@ class JudgeReward:
             async with gate:
                 text = await self.ask(model, prompt, temperature)
             return parse_verdict(text)
-        except (
-            Exception
-        ) as error:  # boundary: a judge that is down or talks nonsense is a missing opinion, never a score
+        except Exception as error:  # a judge that is down or talks nonsense is a missing opinion, never a score
             self.statistics.last_errors = [*self.statistics.last_errors[-4:], f"{model}: {error}"]
             logger.warning("judge model %s gave no valid opinion: %s", model, error)
             return None

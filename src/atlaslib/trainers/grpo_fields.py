@@ -11,6 +11,9 @@ import importlib.util
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from atlaslib.errors import ConfigError, MissingExtraError
 
@@ -90,3 +93,51 @@ def _constant(node: ast.expr) -> object:
     except ValueError:
         return ast.unparse(node)
     return value
+
+
+def convert(parameter: Parameter, value: Any) -> Any:
+    """``value`` as the type the parameter declares; a value that cannot be one is an error that names both."""
+    kind = parameter.type_text
+    absent = {"null", ""} if "str" in kind else {"none", "null", ""}  # 'none' is a value of several text parameters
+    if isinstance(value, str) and value.lower() in absent and "None" in kind:
+        return None
+    loaded = read_value(value)
+    if "list" in kind and isinstance(loaded, str) and "str" in kind:
+        return [part.strip() for part in loaded.split(",")] if "," in loaded else loaded
+    if "list" in kind and isinstance(value, str) and "," in value and not isinstance(loaded, list):
+        return [read_value(part.strip()) for part in value.split(",")]
+    if _fits(loaded, kind):
+        return loaded
+    if "str" in kind or "Enum" in kind or "Strategy" in kind or "Names" in kind or "Type" in kind:
+        return str(value)
+    raise ConfigError(f"{parameter.name}={value!r}: expected {kind}")
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return "bool" in kind
+    if isinstance(value, int):
+        return "int" in kind or "float" in kind
+    if isinstance(value, float):
+        return "float" in kind
+    if isinstance(value, list):
+        return "list" in kind
+    if isinstance(value, dict):
+        return "dict" in kind
+    return value is None and "None" in kind
+
+
+def read_value(value: Any) -> Any:
+    """Text as YAML would read it, with 1e-5 as a number too."""
+    if not isinstance(value, str):
+        return value
+    try:
+        loaded = yaml.safe_load(value)
+    except yaml.YAMLError:
+        return value
+    if isinstance(loaded, str):
+        try:
+            return float(loaded)
+        except ValueError:
+            return loaded
+    return loaded

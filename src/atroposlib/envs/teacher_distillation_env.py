@@ -107,9 +107,7 @@ class TeacherDistillationEnv(BaseEnv):
             from transformers import AutoTokenizer
 
             vocabulary = AutoTokenizer.from_pretrained(teacher_tokenizer_name).get_vocab()
-        except (
-            Exception
-        ) as error:  # hub, disk and tokenizer code raise what they like; all of it means "cannot be checked"
+        except Exception as error:  # hub, disk and tokenizer code raise what they like: it cannot be checked
             raise ConfigError(f"{refusal} could not be loaded for comparison ({error})") from error
         if vocabulary != self.tokenizer.get_vocab():
             raise ConfigError(

@@ -119,9 +119,7 @@ class OlderEnvironment:
     async def stop(self) -> None:
         try:
             await self.env._teardown()
-        except (
-            Exception
-        ):  # foreign code; the work is done, but what it leaves behind (sandboxes) is for the user to see
+        except Exception:  # foreign code; the work is done, but what it leaves behind is for the user to see
             traceback.print_exc()
 
     def rows(self, split: str) -> Any:

@@ -158,16 +158,22 @@ def _shown(location: tuple[int | str, ...], value: Any) -> str:
     return MASK if any(is_secret(str(part)) for part in location) else repr(value)
 
 
-def load_yaml(path: str) -> dict[str, Any]:
-    """The mapping in a YAML file; an empty file is an empty mapping."""
+def read_yaml(path: str | Path, shown: str) -> Any:
+    """What a YAML file holds; an error calls it ``shown``. A file that cannot be read is the caller's to explain."""
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{shown} is not valid YAML: {error}") from error
+
+
+def load_yaml(path: str) -> dict[str, Any]:
+    """The mapping in a YAML file; an empty file is an empty mapping."""
+    try:
+        content = read_yaml(path, f"--config {path}")
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: not valid YAML ({error})") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
