@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,6 +13,19 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 DEVICE = "cuda"
+
+
+@dataclass
+class Counted:
+    """Stands where a graph stood and notes its replays."""
+
+    size: int
+    graph: torch.cuda.CUDAGraph
+    replays: list[int]
+
+    def replay(self) -> None:
+        self.replays.append(self.size)
+        self.graph.replay()
 
 
 def paged_case(heads: int, kv_heads: int, dim: int, lengths: list[int], dtype: torch.dtype) -> dict[str, Any]:
@@ -58,6 +72,41 @@ def test_paged_decode(
     case = paged_case(heads, kv_heads, dim, [1, 16, 17, 100, 128, 63], dtype)
     ours = kernels.paged_decode(**case, scale=dim**-0.5, window=window, softcap=softcap).double()
     expected = naive_decode(case, dim**-0.5, window, softcap)
+    error = float((ours - expected).norm() / expected.norm())
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 32), (14, 2, 64), (28, 4, 128), (3, 1, 48), (4, 2, 256)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 5.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_paged_prefill(
+    heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None, dtype: torch.dtype
+) -> None:
+    """Whole prompts and later chunks of them, each of their rows against the decode reference at its own length."""
+    from atlaslib.engine.attention import Span
+    from atlaslib.engine.cuda import kernels
+    from atlaslib.engine.cuda.layout import tiles_of
+
+    chunks = [(0, 1), (0, 40), (16, 111), (33, 20), (0, 128)]  # first position, tokens
+    case = paged_case(heads, kv_heads, dim, [start + count for start, count in chunks], dtype)
+    rows = sum(count for _, count in chunks)
+    query = torch.randn(rows, heads, dim, device=DEVICE, dtype=dtype).transpose(0, 1)
+    spans, row = [], 0
+    for slot, (start, count) in enumerate(chunks):
+        spans.append(Span(row, count, start, slot, None))  # type: ignore[arg-type]
+        row += count
+    tiling = kernels.prefill_tiling(dim, dtype)
+    tiles = torch.from_numpy(tiles_of(spans, tiling[0])).to(DEVICE)
+    tiles = torch.cat([tiles, torch.zeros(3, 4, dtype=torch.int64, device=DEVICE)])  # empty ones do nothing
+    scale = dim**-0.5
+    ours = kernels.paged_prefill(
+        query, case["keys"], case["values"], case["tables"], tiles, scale, window, softcap, tiling
+    ).double()
+    owners = torch.cat([torch.full((span.count,), span.slot, device=DEVICE) for span in spans])
+    lengths = torch.cat([torch.arange(span.start, span.start + span.count, device=DEVICE) + 1 for span in spans])
+    expected = naive_decode(
+        case | {"query": query, "tables": case["tables"][owners], "lengths": lengths}, scale, window, softcap
+    )
     error = float((ours - expected).norm() / expected.norm())
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
 
@@ -143,8 +192,7 @@ def test_a_down_projection_in_parts_is_the_layer_s(rows: int) -> None:
 
 
 @pytest.mark.parametrize("head_norms", [False, True])
-@pytest.mark.parametrize("keep_key", [False, True])
-def test_rope_and_write_is_what_the_modules_do(head_norms: bool, keep_key: bool) -> None:
+def test_rope_and_write_is_what_the_modules_do(head_norms: bool) -> None:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
     from atlaslib.engine.cuda import kernels
@@ -158,16 +206,12 @@ def test_rope_and_write_is_what_the_modules_do(head_norms: bool, keep_key: bool)
         norm.weight.data.normal_(1.0, 0.3)
     cache = tuple(torch.zeros(4, 16, kv_heads, dim, device=DEVICE) for _ in range(2))
     slots = torch.tensor([3, -1, 63, 17, 0], device=DEVICE)
-    q, k = kernels.rope_and_write(
-        query, key, value, cos, sin, slots, cache, tuple(norms) if head_norms else None, keep_key=keep_key
-    )
+    q = kernels.rope_and_write(query, key, value, cos, sin, slots, cache, tuple(norms) if head_norms else None)
     parts = [x.view(1, rows, -1, dim) for x in (query, key)]
     if head_norms:
         parts = [norm(x) for norm, x in zip(norms, parts, strict=True)]
     expected_q, expected_k = apply_rotary_pos_emb(*(x.transpose(1, 2) for x in parts), cos[None], sin[None])
     torch.testing.assert_close(q, expected_q[0], atol=1e-5, rtol=1e-5)
-    if keep_key:
-        torch.testing.assert_close(k, expected_k[0], atol=1e-5, rtol=1e-5)
     flat_keys, flat_values = (x.view(64, kv_heads, dim) for x in cache)
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
@@ -271,6 +315,43 @@ def test_graphs_running_ahead_and_stop_tokens_change_nothing() -> None:
     assert {reply.finish_reason for reply in runs[0]} == {"stop", "length"}
     for reply in runs[0]:
         assert all(token not in range(100, 130) for token in reply.token_ids[:-1])
+
+
+def test_a_captured_prefill_reads_what_a_launched_one_reads() -> None:
+    from atlaslib.engine import Engine, EngineConfig, SamplingParams
+    from atlaslib.engine.cuda.layout import prefill_buckets
+    from atlaslib.models.zoo import tiny_causal_lm
+
+    model = tiny_causal_lm("qwen2").to(DEVICE)
+    loads = [[[7 + i, 9, 30 + i] * (1 + length // 3)] for i, length in enumerate([1, 60, 64, 130, 200])]
+    loads.append([[3 + i, 8, 20 + i] for i in range(50)])  # more prompts than the smallest graphs have room for
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    results = []
+    for graphs in (True, False):
+        engine = Engine(model, config=EngineConfig(max_num_seqs=64, max_prefill_tokens=2048, cuda_graphs=graphs))
+        replays: list[int] = []
+        for size, graph in list(engine.runner._prefill_graphs.items()):
+            engine.runner._prefill_graphs[size] = Counted(size, graph, replays)
+        results.append([[reply[0] for reply in engine.generate(prompts, params)] for prompts in loads])
+        assert replays == ([64, 64, 128, 256, 256, 1792] if graphs else [])
+        assert sorted(engine.runner._prefill_graphs) == (prefill_buckets(2048) if graphs else [])
+    for captured, launched in zip(*results, strict=True):
+        assert [reply.token_ids for reply in captured] == [reply.token_ids for reply in launched]
+        for one, other in zip(captured, launched, strict=True):
+            torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0)
+
+
+def test_capturing_again_leaves_the_cache_alone() -> None:
+    from atlaslib.engine import Engine, EngineConfig
+    from atlaslib.models.zoo import tiny_causal_lm
+
+    runner = Engine(tiny_causal_lm("llama").to(DEVICE), config=EngineConfig(max_num_seqs=8, num_blocks=50)).runner
+    for tensor in (*runner.cache.keys, *runner.cache.values):
+        tensor.normal_()
+    before = [tensor.clone() for tensor in (*runner.cache.keys, *runner.cache.values)]
+    runner.warm_up()
+    for tensor, expected in zip((*runner.cache.keys, *runner.cache.values), before, strict=True):
+        assert torch.equal(tensor, expected)
 
 
 def test_decode_steps_cover_the_launch_of_a_prefill() -> None:

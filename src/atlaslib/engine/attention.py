@@ -82,6 +82,7 @@ class Span:
     row: int
     count: int
     start: int  # position of the first one
+    slot: int
     blocks: np.ndarray[Any, Any]  # int64, blocks that hold positions [0, start + count)
 
 
@@ -96,9 +97,8 @@ class StepContext:
     lengths: Tensor | None = None  # int [B], tokens to attend over (the new one included)
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # sliding window -> decode mask, made once a step
     attend: AttendFn | None = None  # set: another implementation of the whole thing (Triton, exact)
-    written: bool = False  # the step's keys and values are in the cache before `attend` is called (fused.FusedStack)
     table_rows: Tensor | None = None  # int64 [B], CUDA decode: rows of `tables`, or of the runner's when that is None
-    ragged: tuple[Tensor, Tensor, int, int, Tensor | None] | None = None  # CUDA prefill: see cuda/runner.py
+    tiles: Tensor | None = None  # int64 [tiles, 4], CUDA prefill: see kernels.paged_prefill
     keep: Tensor | None = None  # CUDA prefill: the rows whose logits are wanted, see fused.FusedStack
     recorded: dict[int, LayerShape] | None = None  # set: only note the shapes (start-up)
 

@@ -293,7 +293,7 @@ class Engine:
 
     def _prefill(self, plan: PrefillPlan) -> None:
         """Read prompts. Those read completely fork into samples, which draw their first token from one row of logits."""
-        read = self.runner.prefill(plan)
+        read = self.runner.prefill(plan, self.table)
         for scored in read.scored:
             collect_scores(scored)
         owners: list[Sequence] = []

@@ -9,18 +9,30 @@ import torch
 
 from atlaslib.engine.attention import LayerShape
 from atlaslib.engine.config import EngineConfig
+from atlaslib.engine.support import text_config
 from atlaslib.errors import EngineMemoryError
+
+_CAPTURED_FLOP = 2.5e13  # of a prefill that keeps the device busy about as long as the host needs to launch it
 
 
 def bytes_per_token(layers: list[LayerShape]) -> int:
     return sum((s.key_dim + s.value_dim) * s.kv_heads * s.dtype.itemsize for s in layers)
 
 
-def activation_bytes(text_config: Any, config: EngineConfig) -> int:
-    """What a prefill step needs beside weights and cache: a layer's widest tensors, and the logits of a full batch."""
-    tokens = prefill_tokens(config, torch.device("cuda"))
-    width = 4 * int(getattr(text_config, "intermediate_size", 0) or 0) + 8 * int(text_config.hidden_size)
-    return 2 * tokens * width + 6 * config.max_num_seqs * int(text_config.vocab_size) + (1 << 29)
+def activation_bytes(model: Any, config: EngineConfig) -> int:
+    """What prefill steps need beside weights and cache: a layer's widest tensors, and the logits of a full batch."""
+    text = text_config(model.config)
+    tokens = prefill_tokens(config, torch.device("cuda")) + captured_tokens(model, config)
+    width = 4 * int(getattr(text, "intermediate_size", 0) or 0) + 8 * int(text.hidden_size)
+    return 2 * tokens * width + 6 * config.max_num_seqs * int(text.vocab_size) + (1 << 29)
+
+
+def captured_tokens(model: Any, config: EngineConfig) -> int:
+    """Prompt tokens up to which CUDA prefill steps are captured as graphs."""
+    if config.exact or not config.cuda_graphs:
+        return 0
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return min(prefill_tokens(config, torch.device("cuda")), 16384, int(_CAPTURED_FLOP / (2 * parameters)))
 
 
 def prefill_tokens(config: EngineConfig, device: torch.device) -> int:

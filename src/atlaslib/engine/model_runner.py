@@ -25,7 +25,6 @@ from atlaslib.engine.output import ScoredRows
 from atlaslib.engine.sampling import RowParams, sample, token_logprobs
 from atlaslib.engine.scheduler import Chunk, DecodePlan, PrefillPlan
 from atlaslib.engine.sequence import SlotTable, Tokens
-from atlaslib.engine.support import text_config
 
 logger = logging.getLogger(__name__)
 _SMALL_MODEL = 8_000_000  # parameters below which one thread beats several
@@ -90,7 +89,7 @@ class ModelRunner:
             lean_decode_for(model, config.num_threads) if self.device.type == "cpu" and not config.exact else None
         )
         self.layers = self.record_shapes()
-        reserve = memory.activation_bytes(text_config(model.config), config)
+        reserve = memory.activation_bytes(model, config)
         self.num_blocks = memory.choose_num_blocks(self.layers, config, max_model_len, self.device, reserve)
         self.cache = KVCache.empty(self.layers, self.num_blocks, config.block_size, self.device)
         self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
@@ -157,10 +156,10 @@ class ModelRunner:
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         self.cache.copy_blocks(pairs)
 
-    def prefill(self, plan: PrefillPlan) -> Prefilled:
+    def prefill(self, plan: PrefillPlan, table: SlotTable) -> Prefilled:
         """Read the chunks of the plan in one packed forward."""
         size = self.config.block_size
-        packed: list[np.ndarray[Any, Any]] = []  # [3, count] each: token id, position, cache slot
+        packed: list[np.ndarray[Any, Any]] = []
         spans: list[Span] = []
         keep: list[int] = []
         row = 0
@@ -173,21 +172,22 @@ class ModelRunner:
                     [chunk.seq.tokens[chunk.start : chunk.end], places, blocks[places // size] * size + places % size]
                 )
             )
-            spans.append(Span(row, count, chunk.start, blocks))
+            spans.append(Span(row, count, chunk.start, chunk.seq.slot, blocks))
             if chunk.seq.request.wants_prompt_logprobs:
                 keep += range(row, row + count)
             elif chunk.last:
                 keep.append(row + count - 1)
             row += count
-        if row % 2:  # each of the three then starts at a multiple of 16 bytes, for which kernels are compiled
-            packed.append(np.zeros((3, 1), dtype=np.int64))
-        ids, positions, slots = self.to_device(np.concatenate(packed, axis=1))[:, :row].unbind(0)
+        with self.prepared():
+            logits = self.read(np.concatenate(packed, axis=1), spans, np.array(keep, dtype=np.int64))
+            return self._split(plan, logits)
+
+    def read(self, packed: np.ndarray[Any, Any], spans: list[Span], keep: np.ndarray[Any, Any]) -> Tensor:
+        """Logits of the rows `keep`; `packed` is int64 [3, T]: token ids, positions, cache slots."""
+        ids, positions, slots = self.to_device(packed).unbind(0)
         context = StepContext(cache=self.cache, slots=slots, spans=spans)
         self.customise(context)
-        kept = self.to_device(np.array(keep, dtype=np.int64))
-        with self.prepared():
-            logits = self.forward(ids, positions, context, kept)
-            return self._split(plan, logits)
+        return self.forward(ids, positions, context, self.to_device(keep))
 
     def _split(self, plan: PrefillPlan, logits: Tensor) -> Prefilled:
         """Kept rows back to their chunks: prompt log-probs, and the last row of each finished prompt."""

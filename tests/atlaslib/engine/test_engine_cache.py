@@ -110,7 +110,10 @@ def test_the_samples_of_a_group_read_the_prompt_once() -> None:
     engine = Engine(tiny_causal_lm("llama"), config=EngineConfig(check_model=False))
     read: list[int] = []
     original = engine.runner.prefill
-    engine.runner.prefill = lambda plan: (read.append(sum(c.end - c.start for c in plan.chunks)), original(plan))[1]  # type: ignore[method-assign,func-returns-value]
+    engine.runner.prefill = lambda plan, table: (
+        read.append(sum(c.end - c.start for c in plan.chunks)),
+        original(plan, table),
+    )[1]  # type: ignore[method-assign,func-returns-value]
     prompt = list(range(10, 60))
     engine.generate([prompt], SamplingParams(n=8, max_tokens=4, ignore_eos=True))
     assert sum(read) == 50
@@ -122,7 +125,10 @@ def test_separate_requests_with_the_same_beginning_read_it_once() -> None:
     engine = Engine(tiny_causal_lm("llama"), config=EngineConfig(check_model=False, block_size=8))
     read: list[int] = []
     original = engine.runner.prefill
-    engine.runner.prefill = lambda plan: (read.append(sum(c.end - c.start for c in plan.chunks)), original(plan))[1]  # type: ignore[method-assign,func-returns-value]
+    engine.runner.prefill = lambda plan, table: (
+        read.append(sum(c.end - c.start for c in plan.chunks)),
+        original(plan, table),
+    )[1]  # type: ignore[method-assign,func-returns-value]
     system = list(range(10, 50))
     prompts = [[*system, 100 + i] for i in range(6)] + [system] * 3 + [[7, 8, 9]]
     replies = engine.generate(prompts, SamplingParams(max_tokens=5, seed=1, ignore_eos=True))

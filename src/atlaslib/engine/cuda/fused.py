@@ -119,12 +119,9 @@ class FusedLayer:
         query, key, value = self.qkv(h)
         cache = context.cache.keys[layer], context.cache.values[layer]
         head_norms = (module.q_norm, module.k_norm) if hasattr(module, "q_norm") else None
-        query, key = kernels.rope_and_write(
-            query, key, value, cos, sin, context.slots, cache, head_norms, keep_key=bool(context.spans)
-        )
-        value = value.view(rows, -1, cos.shape[-1]).transpose(0, 1)
+        query = kernels.rope_and_write(query, key, value, cos, sin, context.slots, cache, head_norms)
         assert context.attend is not None
-        out = context.attend(context, layer, query, key, value, module.scaling, self.window, None)
+        out = context.attend(context, layer, query, None, None, module.scaling, self.window, None)
         projected: Tensor = module.o_proj(out.reshape(rows, -1))
         return projected
 
@@ -169,7 +166,6 @@ class FusedStack:
         x = stack.embed_tokens(input_ids)[0]  # [T, hidden]
         cos, sin = (part[0] for part in stack.rotary_emb(x, position_ids))
         h = kernels.rms_norm(x, self.norms[0])
-        context.written = True
         for layer, next_norm in zip(self.layers, self.norms[1:], strict=True):
             attended = layer.attend(h, cos, sin, context)
             if layer is self.layers[-1] and context.keep is not None:

@@ -1,9 +1,11 @@
-"""The CUDA runner: Triton attention, captured graphs for decode, sampling on the device, one small copy back per step.
+"""The CUDA runner: Triton attention, captured graphs, sampling on the device, one small copy back per step.
 
 A decode step is: one copy of `info` to the device, one graph replay (gather last tokens, forward, sample, remember the
 tokens and new blocks), one copy of [3, B] numbers back. The copy back is waited for only after the next step has been launched.
+A prefill step is one copy of `reading` and one graph replay; where the device works longer than the host launches, no graph.
 
 `info` is int64 [B, 8]: slot, position, cache slot, length, counter, seed, bits of the temperature, unused.
+`reading` is what a prefill reads, see layout.py.
 """
 
 from __future__ import annotations
@@ -13,24 +15,26 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from atlaslib.engine import attention
-from atlaslib.engine.attention import StepContext
+from atlaslib.engine import memory
+from atlaslib.engine.attention import Span, StepContext
 from atlaslib.engine.config import EngineConfig
 from atlaslib.engine.cuda import kernels
 from atlaslib.engine.cuda.fused import FusedStack
+from atlaslib.engine.cuda.layout import Sizes, batch_buckets, captured_sizes, laid_out, prefill_buckets, tiles_of
 from atlaslib.engine.model_runner import ModelRunner, Prefilled, StepResult
 from atlaslib.engine.scheduler import DecodePlan, PrefillPlan
 from atlaslib.engine.sequence import SlotTable
 
 logger = logging.getLogger(__name__)
-ToDevice = Callable[[np.ndarray[Any, Any]], Tensor]
 INFO_WIDTH = 8
+_NO_TOKENS, _NO_TILES = np.zeros((3, 0), dtype=np.int64), np.zeros((0, 4), dtype=np.int64)
 _MAX_AHEAD = 20
 _RING = _MAX_AHEAD + 8  # pinned buffers in turn; more than the steps that can be in flight
 
@@ -39,7 +43,7 @@ class CudaRunner(ModelRunner):
     """ModelRunner with kernels and graphs."""
 
     runs_ahead = True
-    admit_share = 8  # a prefill step costs launches: wait for an eighth of the slots before reading queued prompts
+    admit_share = 16  # a few prompts take a step nearly as long as many: queued ones wait for a sixteenth of the slots
 
     def __init__(self, model: Any, config: EngineConfig, max_model_len: int) -> None:
         self.fused = fused_stack(model, config)
@@ -55,8 +59,15 @@ class CudaRunner(ModelRunner):
         self._step_s: dict[int, float] = {}  # seconds of a decode step by its graph's batch size
         self._launch_s = math.inf  # seconds the host needs to launch a prefill
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._pool: Any = None  # memory of all graphs; one runs at a time
         self._weights: tuple[int, ...] = ()
         self.buckets = batch_buckets(slots)
+        widest = max(max(shape.key_dim, shape.value_dim) for shape in self.layers)
+        self.tiling = kernels.prefill_tiling(widest, self.layers[0].dtype)
+        self._prefill_graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        largest = self._sizes_of(max(prefill_buckets(memory.captured_tokens(model, config)), default=0))
+        self.reading = torch.zeros(3 * largest[0] + 4 * largest[1] + largest[2], dtype=torch.int64, device=self.device)
+        self.read_logits: Tensor | None = None
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
@@ -72,10 +83,8 @@ class CudaRunner(ModelRunner):
 
     def customise(self, context: StepContext) -> None:
         context.attend = self._attend
-        if context.spans and self.config.exact:
+        if context.spans:
             self._as_decode(context)
-        elif context.spans:
-            context.ragged = ragged_layout(context, self.to_device)
 
     def _as_decode(self, context: StepContext) -> None:
         """Exact mode: every prompt token is a row of the decode kernel."""
@@ -93,54 +102,60 @@ class CudaRunner(ModelRunner):
         context: StepContext,
         layer: int,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,  # None: written
+        value: Tensor | None,
         scale: float,
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
         keys, values = context.cache.keys[layer], context.cache.values[layer]
-        if not context.written:
+        if key is not None and value is not None:
             kernels.write_kv(keys, values, context.slots, key, value)
-        if context.table_rows is not None and context.lengths is not None:
-            tables = self.tables if context.tables is None else context.tables
-            return kernels.paged_decode(
-                query, keys, values, tables, context.table_rows, context.lengths, scale, window, softcap,
-                one_tile=self.config.exact,
-            )  # fmt: skip
-        if (
-            softcap is not None
-            or query.dtype == torch.float32
-            or query.shape[2] > 256
-            or query.shape[2] != value.shape[2]
-        ):
-            return attention.attend_torch(context, layer, query, key, value, scale, window, softcap)
-        return _ragged_flash(context, layer, query, key, value, scale, window)
+        if context.tiles is not None:
+            return kernels.paged_prefill(
+                query, keys, values, self.tables, context.tiles, scale, window, softcap, self.tiling
+            )
+        assert context.table_rows is not None
+        assert context.lengths is not None
+        tables = self.tables if context.tables is None else context.tables
+        return kernels.paged_decode(
+            query, keys, values, tables, context.table_rows, context.lengths, scale, window, softcap,
+            one_tile=self.config.exact,
+        )  # fmt: skip
 
     # graphs
 
     def warm_up(self) -> None:
-        """Capture one graph per batch size; decode replays them until the weights move."""
+        """Capture one graph per batch size and per number of prompt tokens; they serve until the weights move."""
         start = time.perf_counter()
         self._graphs.clear()
+        self._prefill_graphs.clear()
+        self._pool = None
         self._weights = self._weight_addresses()
         if not self.config.cuda_graphs:
             return
         self.info.zero_()
         self.info[:, 0] = self.config.max_num_seqs
         self.info[:, 2] = -1
-        pool = None
         with self.prepared():
             for size in reversed(self.buckets):
-                self._decode_graph_body(size)
-                torch.cuda.synchronize(self.device)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                    logits = self._decode_graph_body(size)
-                pool = pool or graph.pool()
-                self._graphs[size] = (graph, logits)
-                self._step_s[size] = self._seconds_of(graph)
-        logger.info("captured %d decode graphs in %.1f s", len(self._graphs), time.perf_counter() - start)
+                self._graphs[size] = self._captured(partial(self._decode_graph_body, size))
+                self._step_s[size] = self._seconds_of(self._graphs[size][0])
+            for size in reversed(prefill_buckets(memory.captured_tokens(self.model, self.config))):
+                self._send_reading(_NO_TOKENS, _NO_TILES, _NO_TILES[:, 0], size)
+                self._prefill_graphs[size], _ = self._captured(partial(self._prefill_graph_body, size))
+        count = len(self._graphs) + len(self._prefill_graphs)
+        logger.info("captured %d graphs in %.1f s", count, time.perf_counter() - start)
+
+    def _captured(self, body: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """`body` as a graph, and the tensor it gives at every replay."""
+        body()
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = body()
+        self._pool = self._pool or graph.pool()
+        return graph, result
 
     def _seconds_of(self, graph: torch.cuda.CUDAGraph) -> float:
         seconds = 0.0
@@ -166,6 +181,12 @@ class CudaRunner(ModelRunner):
         kernels.sample_rows(logits, info, self.out, self.last_tokens)
         return logits
 
+    def _prefill_graph_body(self, size: int) -> Tensor:
+        logits = self._read(self.reading, self._sizes_of(size))
+        if self.read_logits is None:  # the first run, of the largest size, before its capture
+            self.read_logits = torch.empty_like(logits)
+        return self.read_logits[: len(logits)].copy_(logits)
+
     def weights_changed(self) -> None:
         """After an update: graphs hold addresses, so capture again when parameters moved."""
         super().weights_changed()
@@ -186,12 +207,52 @@ class CudaRunner(ModelRunner):
             return 0
         return min(math.ceil(self._launch_s / step_s), _MAX_AHEAD)
 
-    def prefill(self, plan: PrefillPlan) -> Prefilled:
+    def prefill(self, plan: PrefillPlan, table: SlotTable) -> Prefilled:
         start = time.perf_counter()
-        read = super().prefill(plan)
+        self._update_tables(table)
+        read = super().prefill(plan, table)
         # rises slowly: now and then the host waits in here, for a compiler or for the device
         self._launch_s = min(time.perf_counter() - start, 1.25 * self._launch_s)
         return read
+
+    def read(self, packed: np.ndarray[Any, Any], spans: list[Span], keep: np.ndarray[Any, Any]) -> Tensor:
+        if self.config.exact:
+            return super().read(packed, spans, keep)
+        rows, tiles = packed.shape[1], tiles_of(spans, self.tiling[0])
+        size = self._prefill_bucket(rows, len(tiles), len(keep))
+        if size is None:
+            sizes = rows + rows % 2, len(tiles), len(keep)  # even: then each part starts at a multiple of 16 bytes
+            return self._read(self.to_device(laid_out(packed, tiles, keep, sizes)), sizes)
+        self._send_reading(packed, tiles, keep, size)
+        self._prefill_graphs[size].replay()
+        assert self.read_logits is not None
+        return self.read_logits[: len(keep)]
+
+    def _send_reading(
+        self, packed: np.ndarray[Any, Any], tiles: np.ndarray[Any, Any], keep: np.ndarray[Any, Any], bucket: int
+    ) -> None:
+        reading = torch.from_numpy(laid_out(packed, tiles, keep, self._sizes_of(bucket))).pin_memory()
+        self.reading[: len(reading)].copy_(reading, non_blocking=True)
+
+    def _read(self, reading: Tensor, sizes: Sizes) -> Tensor:
+        rows, tiles, kept = sizes
+        end = 3 * rows + 4 * tiles
+        ids, positions, slots = reading[: 3 * rows].view(3, rows).unbind(0)
+        context = StepContext(
+            cache=self.cache, slots=slots, attend=self._attend, tiles=reading[3 * rows : end].view(tiles, 4)
+        )
+        return self.forward(ids, positions, context, reading[end : end + kept])
+
+    def _sizes_of(self, bucket: int) -> Sizes:
+        return captured_sizes(bucket, self.tiling[0])
+
+    def _prefill_bucket(self, rows: int, tiles: int, kept: int) -> int | None:
+        """The smallest graph with room for all of it."""
+        for size in sorted(self._prefill_graphs):
+            room = self._sizes_of(size)
+            if rows <= room[0] and tiles <= room[1] and kept <= room[2]:
+                return size
+        return None
 
     def _bucket(self, batch: int) -> int:
         return next((bucket for bucket in self.buckets if bucket >= batch), batch)
@@ -266,45 +327,3 @@ def fused_stack(model: Any, config: EngineConfig) -> FusedStack | None:
         return None
     fused = FusedStack(model, merge=config.merge_weights)
     return fused if fused.stack is not None else None
-
-
-def batch_buckets(largest: int) -> list[int]:
-    """1, 2, 4, 8, 16, then steps of 16 to 128, 32 to 256 and 128 beyond; the largest is `largest` itself."""
-    sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, 257, 32), *range(384, max(largest, 256) + 1, 128)]
-    return [size for size in sizes if size < largest] + [largest]
-
-
-def ragged_layout(context: StepContext, to_device: ToDevice) -> tuple[Tensor, Tensor, int, int, Tensor | None]:
-    """Offsets of queries and keys of every span for the ragged flash kernel, and where cached keys lie (None: all new)."""
-    counts = np.array([span.count for span in context.spans])
-    totals = np.array([span.start + span.count for span in context.spans])
-    offsets = [to_device(np.concatenate([[0], np.cumsum(x)]).astype(np.int32)) for x in (counts, totals)]
-    places: Tensor | None = None
-    if (counts != totals).any():
-        size = context.cache.block_size
-        inside = np.arange(size)
-        flat = [
-            (span.blocks[:, None] * size + inside).reshape(-1)[:total]
-            for span, total in zip(context.spans, totals, strict=True)
-        ]
-        places = to_device(np.concatenate(flat))
-    return offsets[0], offsets[1], int(counts.max()), int(totals.max()), places
-
-
-def _ragged_flash(
-    context: StepContext, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
-) -> Tensor:
-    """Causal attention of all spans in one kernel; each span's last query sees its last key."""
-    assert context.ragged is not None
-    q_offsets, k_offsets, longest_q, longest_k, places = context.ragged
-    query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-    if places is not None:
-        keys, values = context.cache.keys[layer], context.cache.values[layer]
-        key = keys.view(-1, *keys.shape[2:])[places]
-        value = values.view(-1, *values.shape[2:])[places]
-    out = torch.ops.aten._flash_attention_forward(
-        query, key, value, q_offsets, k_offsets, longest_q, longest_k, 0.0, True, False, scale=scale,
-        window_size_left=-1 if window is None else window - 1, window_size_right=0,
-    )[0]  # fmt: skip
-    result: Tensor = out
-    return result
