@@ -240,14 +240,16 @@ class Engine:
             if plan is None:
                 return self._settle()
             if isinstance(plan, PrefillPlan):
-                # work for the device while the host launches the prefill, which takes it longer than a decode step,
+                # work for the device while the host launches the prefill, which takes it longer than a decode step
                 self._decode_ahead(self.runner.decode_ahead(len(self.scheduler.running)))
+                before = len(self._in_flight)
                 self._prefill(plan)
-                self._decode_ahead(1)  # and while it writes the results of all these steps down
+                self._decode_ahead(1)  # and while it writes results down
             else:
+                before = len(self._in_flight)
                 self._decode(plan)
             # the steps before, while the device works on this one
-            self._settle(keep=1 if self.runner.runs_ahead else 0)
+            self._settle(keep=len(self._in_flight) - before if self.runner.runs_ahead else 0)
             return True
 
     def _may_run_ahead(self) -> bool:

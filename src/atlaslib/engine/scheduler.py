@@ -9,7 +9,6 @@ is copied. When the cache is full, the youngest sample gives its blocks back and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,15 +91,7 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next step, or None when there is nothing to do."""
-        kinds: list[Callable[[], Plan | None]] = [self._prefill, self.decode]
-        if not self._decoded_last:
-            kinds.reverse()
-        for make in kinds:
-            plan = make()
-            if plan is not None:
-                self._decoded_last = make == self.decode
-                return plan
-        return None
+        return self._prefill() or self.decode() if self._decoded_last else self.decode() or self._prefill()
 
     # prefill
 
@@ -133,7 +124,10 @@ class Scheduler:
                 budget -= chunk.end - chunk.start
                 scored -= chunk.end - chunk.start if seq.request.wants_prompt_logprobs else 0
         self.waiting.extendleft(reversed(postponed))
-        return PrefillPlan(chunks) if chunks else None
+        if not chunks:
+            return None
+        self._decoded_last = False
+        return PrefillPlan(chunks)
 
     def _next_block(self, seq: Sequence) -> tuple[int, bytes] | None:
         """The first whole block of `seq` that is not in the cache, as the prefix tree would know it."""
@@ -220,7 +214,10 @@ class Scheduler:
         """One token of every running sample; preempts the youngest while blocks are missing."""
         self._give_blocks()
         slots = self._unfinished()
-        return self.plan_of(slots) if len(slots) else None
+        if not len(slots):
+            return None
+        self._decoded_last = True
+        return self.plan_of(slots)
 
     def _unfinished(self) -> np.ndarray[Any, Any]:
         """Slots of running samples whose last token is not already on its way."""

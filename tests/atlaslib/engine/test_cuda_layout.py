@@ -22,7 +22,8 @@ def test_buckets_grow_in_steps_and_end_at_the_limit() -> None:
 
 def test_a_captured_size_has_room_for_prompts_of_32_tokens_each() -> None:
     assert captured_sizes(64, 128) == (64, 32, 32)
-    assert captured_sizes(8192, 128) == (8192, 64 + 256, 256)
+    assert captured_sizes(2048, 128) == (2048, 16 + 64, 64)
+    assert captured_sizes(16384, 128) == (16384, 128 + 256, 256)
 
 
 def test_tiles_cut_every_span_and_the_longest_come_first() -> None:

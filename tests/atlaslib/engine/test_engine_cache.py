@@ -276,6 +276,7 @@ def test_steps_that_run_ahead_change_nothing(ahead: int, monkeypatch: pytest.Mon
         assert [reply.token_ids for reply in before] == [reply.token_ids for reply in after]
         assert [reply.logprobs for reply in before] == [reply.logprobs for reply in after]
     assert {reply.finish_reason for group in replies for reply in group} == {"stop", "length"}
-    assert most == 1 + ahead + 1  # the step before, those ahead of a prefill, and the first tokens it sampled
+    # the first tokens of the prefill before and the step after it, those ahead of a prefill, and the first tokens it sampled
+    assert most == 2 + ahead + 1
     assert engine.stats()["running"] == 0
     assert engine.stats()["cache_used"] == 0.0

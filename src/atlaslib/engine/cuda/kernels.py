@@ -8,6 +8,7 @@ numbers. This module is imported on CUDA only.
 
 from __future__ import annotations
 
+from math import log
 from typing import Any
 
 import torch
@@ -100,11 +101,12 @@ def _rows_of(CACHE, at, wanted, MASKED: tl.constexpr, WIDTH: tl.constexpr, PAD: 
 
 @triton.jit
 def _attend_tile(query, KEYS, VALUES, table, head, n, wanted, visible, peak, total, acc, scale, softcap,
-                 MASKED: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr, DV: tl.constexpr,
-                 DVP: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+                 MASKED: tl.constexpr, BASE_2: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
+                 DV: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
     """The keys at positions `n` into the running softmax of each query: highest score, sum of weights, weighted values.
 
     With MASKED `wanted` [TILE] says which of them exist and `visible` [queries, TILE] which of them a query may see.
+    With BASE_2 the scores are in units of log 2 (`scale` and `softcap` say so), which is faster but takes more registers.
     """
     if MASKED:
         block = tl.load(table + n // BLOCK, mask=wanted, other=0).to(tl.int64)
@@ -119,10 +121,10 @@ def _attend_tile(query, KEYS, VALUES, table, head, n, wanted, visible, peak, tot
     if MASKED:
         scores = tl.where(visible, scores, -1e30)
     higher = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.exp(scores - higher[:, None])
+    weights = tl.exp2(scores - higher[:, None]) if BASE_2 else tl.exp(scores - higher[:, None])
     if MASKED:
         weights = tl.where(visible, weights, 0.0)
-    shrink = tl.exp(peak - higher)
+    shrink = tl.exp2(peak - higher) if BASE_2 else tl.exp(peak - higher)
     total = total * shrink + tl.sum(weights, 1)
     acc = acc * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee" if EXACT else "tf32")
     return higher, total, acc
@@ -151,7 +153,7 @@ def _paged_decode(QUERY, KEYS, VALUES, OUT, TABLES, SLOTS, LENGTHS, scale, softc
         valid = (n < length) & (n >= first)
         peak, total, acc = _attend_tile(
             query, KEYS, VALUES, table, head, n, valid, valid[None, :], peak, total, acc, scale, softcap,
-            True, KV_HEADS, DK, DKP, DV, DVP, BLOCK, SOFTCAP, EXACT,
+            True, False, KV_HEADS, DK, DKP, DV, DVP, BLOCK, SOFTCAP, EXACT,
         )  # fmt: skip
     result = acc / tl.maximum(total, 1e-30)[:, None]
     out_at = (row * KV_HEADS + head) * GROUP * DV + g[:, None] * DV + dv[None, :]
@@ -217,7 +219,7 @@ def _paged_prefill(QUERY, KEYS, VALUES, OUT, TABLES, TILES, scale, softcap, q_he
         for begin in range(0, (start + 1) // TILE * TILE, TILE):
             peak, total, acc = _attend_tile(
                 query, KEYS, VALUES, table, head // GROUP, begin + tl.arange(0, TILE), real, real, peak, total, acc, scale,
-                softcap, False, KV_HEADS, DK, DKP, DV, DVP, BLOCK, SOFTCAP, EXACT,
+                softcap, False, True, KV_HEADS, DK, DKP, DV, DVP, BLOCK, SOFTCAP, EXACT,
             )  # fmt: skip
         first = (start + 1) // TILE * TILE
     for begin in range(first, length, TILE):
@@ -227,7 +229,7 @@ def _paged_prefill(QUERY, KEYS, VALUES, OUT, TABLES, TILES, scale, softcap, q_he
             visible = visible & (n[None, :] > position[:, None] - WINDOW)
         peak, total, acc = _attend_tile(
             query, KEYS, VALUES, table, head // GROUP, n, n < length, visible, peak, total, acc, scale, softcap,
-            True, KV_HEADS, DK, DKP, DV, DVP, BLOCK, SOFTCAP, EXACT,
+            True, True, KV_HEADS, DK, DKP, DV, DVP, BLOCK, SOFTCAP, EXACT,
         )  # fmt: skip
     result = acc / tl.maximum(total, 1e-30)[:, None]
     out_at = (row[:, None] * (KV_HEADS * GROUP) + head) * DV + dv[None, :]
@@ -258,7 +260,8 @@ def paged_prefill(
     out = torch.empty(rows, heads, dv, dtype=query.dtype, device=query.device)
     per_tile, tile, warps, stages = tiling
     _paged_prefill[(tiles.shape[0], heads)](
-        query, keys, values, out, tables, tiles, scale, softcap or 0.0, query.stride(0), query.stride(1), tables.stride(0),
+        query, keys, values, out, tables, tiles, scale / log(2), (softcap or 0.0) / log(2),
+        query.stride(0), query.stride(1), tables.stride(0),
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, ROWS=per_tile, DK=dk, DKP=triton.next_power_of_2(dk), DV=dv,
         DVP=triton.next_power_of_2(dv), BLOCK=block, TILE=tile, WINDOW=window or 0, SOFTCAP=softcap is not None,
         EXACT=query.dtype == torch.float32, num_warps=warps, num_stages=stages,

@@ -30,7 +30,7 @@ def prefill_buckets(limit: int) -> list[int]:
 
 def captured_sizes(bucket: int, tile_rows: int) -> Sizes:
     """What a captured prefill of so many tokens has room for."""
-    prompts = max(32, bucket // 32)
+    prompts = min(max(32, bucket // 32), 256)
     return bucket, bucket // tile_rows + prompts, prompts
 
 
