@@ -185,12 +185,20 @@ def bench_shape(shape: str, args: argparse.Namespace, rows: list[Row]) -> None:
         run_peers(model, single, which, args.peer_seconds, lambda: time.perf_counter() > end, note)
 
 
+def warm_up(engine: Any, load: Load) -> None:
+    from atlaslib.engine import SamplingParams
+
+    prompts = random_prompts(load.slots, 100, 160, engine.runner.vocab_size, 9)
+    engine.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
+
+
 def bench_exact(model: Any, load: Load) -> Row:
     """Exact mode, and its largest difference from the trainer's exact pass over some replies."""
     from atlaslib.engine import Engine, EngineConfig
     from atlaslib.engine.exact import exact_forward, exact_token_logprobs
 
     engine = Engine(model, config=EngineConfig(max_num_seqs=load.slots, max_model_len=1024, exact=True))
+    warm_up(engine, load)
     row, replies = run_engine(engine, load, "cuda")
     row.what += " exact"
     sequences = [prompt + group[0].token_ids for prompt, group in zip(load.prompts[:8], replies, strict=False)]
@@ -213,8 +221,7 @@ def bench_load(model: Any, load: Load, bandwidth: float, flops: float) -> Row:
     engine = Engine(model, config=EngineConfig(max_num_seqs=load.slots, max_model_len=1024))
     engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
     first_token = time.perf_counter() - start
-    warm_up = random_prompts(load.slots, 100, 160, engine.runner.vocab_size, 9)
-    engine.generate(warm_up, SamplingParams(max_tokens=4, ignore_eos=True))
+    warm_up(engine, load)
     row, replies = run_engine(engine, load, "cuda")
     row.extra |= {"start_to_first_token_s": first_token, **floors(model, engine, load, bandwidth, flops)}
     row.extra |= mismatch(model, load, replies, "cuda") | prefill_share(engine, load, row)

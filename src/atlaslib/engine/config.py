@@ -45,7 +45,7 @@ class EngineConfig:
     exact: bool = False
     """Batch-invariant arithmetic: log-probs equal the trainer's `exact_forward` pass to the last bit. Slower."""
     cuda_graphs: bool = True
-    """CUDA: replay captured graphs for decode steps."""
+    """CUDA: replay captured graphs for decode steps and for prefill steps of few tokens."""
     fused_kernels: bool = True
     """CUDA: Triton kernels for norm, rotary embedding and gated activation inside the engine's own forward."""
     merge_weights: bool = True
