@@ -7,7 +7,8 @@
 
 Every reply carries the policy version(s) that made it. ``logprobs_mode`` says which log-prob a reply reports: at the sampling
 temperature (default: what a trainer's ratio needs), of the very distribution sampled from, or at temperature 1. Alternatives
-(``top_logprobs``) are always those of the distribution sampled from. The served model answers to any model name.
+(``top_logprobs``) are always those of the distribution sampled from. The served model answers to any model name. Every error,
+also of an unknown path, is OpenAI's ``{"error": {...}}``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
 from atlaslib.engine import openai_protocol as wire
 from atlaslib.engine.config import MIN_TEMPERATURE
@@ -30,7 +33,7 @@ from atlaslib.engine.engine_thread import EngineThread
 from atlaslib.engine.openai_protocol import LogprobsMode, ParsedRequest, RequestError
 from atlaslib.engine.policy_service import PolicyService, prometheus
 from atlaslib.engine.sequence import Completion
-from atlaslib.errors import AtroposError, ConfigError
+from atlaslib.errors import AtroposError, ConfigError, nearest_name
 from atroposlib.access import TokenGate, check_bind
 
 logger = logging.getLogger(__name__)
@@ -60,6 +63,8 @@ def create_app(
     app.add_middleware(TokenGate, token=token, open_paths=("/health",))
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(AtroposError, _failed)
+    app.add_exception_handler(HTTPException, _no_such_route)
+    app.add_exception_handler(Exception, _crashed)
 
     @app.middleware("http")
     async def count(request: Request, call_next: Any) -> Response:
@@ -135,6 +140,7 @@ def create_app(
         """Counters in Prometheus' text form."""
         return PlainTextResponse(prometheus(service), media_type="text/plain; version=0.0.4")
 
+    app.state.methods = {route.path: sorted(route.methods or ()) for route in app.routes if isinstance(route, APIRoute)}
     return app
 
 
@@ -184,7 +190,7 @@ def serve_in_thread(
 async def _counted(service: PolicyService, request: Request, call_next: Any) -> Response:
     """Paths that are no route of ours count as one, and a request that raises counts as 500."""
     path, status = request.url.path, 500
-    route = path if path in {getattr(route, "path", None) for route in request.app.routes} else "other"
+    route = path if path in request.app.state.methods else "other"
     try:
         response: Response = await call_next(request)
         status = response.status_code
@@ -241,6 +247,28 @@ async def _refuse(_: Request, error: Exception) -> Response:
     )
 
 
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    """What the framework refuses by itself: an unknown path, a wrong method."""
+    assert isinstance(error, HTTPException)
+    path, methods = request.url.path, request.app.state.methods
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message, code = f"{request.method} does not go with {path}; use {allowed}", "method_not_supported"
+    else:
+        guess = nearest_name(path, methods)
+        known = ", ".join(f"{' or '.join(names)} {route}" for route, names in methods.items())
+        hint = f"did you mean {guess}? " if guess else ""
+        message, code = f"there is no path {path:.200}; {hint}This server has {known}", "unknown_url"
+    body = wire.error_body(message, kind="invalid_request_error", code=code)
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
 async def _failed(_: Request, error: Exception) -> Response:
     logger.error("a request failed in the engine: %s", error)
     return JSONResponse(wire.error_body(str(error), kind="server_error"), status_code=503)
+
+
+async def _crashed(_: Request, error: Exception) -> Response:
+    """A mistake of ours; the server's log has its traceback."""
+    message = f"the server failed on this request ({type(error).__name__}); its log says where"
+    return JSONResponse(wire.error_body(message, kind="server_error"), status_code=500)

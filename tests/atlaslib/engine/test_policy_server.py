@@ -290,6 +290,39 @@ def test_body_that_is_not_json(http: httpx.Client, body: bytes) -> None:
     assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code", "words"),
+    [
+        (
+            "POST",
+            "/chat/completions",
+            404,
+            "unknown_url",
+            "no path /chat/completions; did you mean /v1/chat/completions?",
+        ),
+        ("GET", "/nothing", 404, "unknown_url", "no path /nothing; This server has POST /v1/chat/completions, POST"),
+        ("GET", "/v1/completions", 405, "method_not_supported", "GET does not go with /v1/completions; use POST"),
+    ],
+)
+def test_errors_of_the_framework_have_the_form_of_ours(
+    http: httpx.Client, method: str, path: str, status: int, code: str, words: str
+) -> None:
+    reply = http.request(method, path)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["type"], error["code"]) == (status, "invalid_request_error", code)
+    assert words in error["message"]
+    assert reply.headers.get("allow") == ("POST" if status == 405 else None)
+
+
+def test_a_crash_is_told_in_the_same_form(
+    served: tuple[EngineThread, Any, ServerHandle], http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(served[0].engine, "max_model_len")
+    reply = http.get("/v1/models")
+    assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
+    assert "AttributeError" in reply.json()["error"]["message"]
+
+
 def test_too_much_at_once_is_429(served: tuple[EngineThread, Any, ServerHandle], http: httpx.Client) -> None:
     body = {"prompt": "a", "n": 64, "max_tokens": 250, "ignore_eos": True, "stream": True}
     with served[0].engine.exclusive(), http.stream("POST", "/v1/completions", json=body) as running:
@@ -349,13 +382,19 @@ def test_health_models_metrics(http: httpx.Client) -> None:
     assert http.get("/health").json() == {"status": "ok", "model": "tiny", "policy_version": 0}
     card = http.get("/v1/models").json()["data"][0]
     assert (card["id"], card["max_model_len"]) == ("tiny", 256)
+    before = unknown_paths(http.get("/metrics").text)
     for path in ('/a"b', "/c"):
         assert http.get(path).status_code == 404
     text = http.get("/metrics").text
     assert 'atropos_engine_requests_total{route="/health",status="200"}' in text
-    assert 'route="other",status="404"} 2' in text
+    assert unknown_paths(text) == before + 2
     assert '/a"b' not in text
     assert "# TYPE atropos_engine_open_samples gauge\natropos_engine_open_samples 0\n" in text
+
+
+def unknown_paths(metrics: str) -> int:
+    found = metrics.partition('{route="other",status="404"} ')[2].split()
+    return int(found[0]) if found else 0
 
 
 def test_stop_string_and_token(http: httpx.Client) -> None:
