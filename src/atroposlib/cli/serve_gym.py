@@ -24,7 +24,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = foreign_env.parser_of(
         "serve-gym", "Run a gymnasium environment in words as one of ours.", "--env.max_turns 30"
     )
-    parser.add_argument("gym_id", help="gymnasium id, e.g. Taxi-v3")
+    parser.add_argument("gym_id", help="gymnasium id, e.g. FrozenLake-v1")
     parser.add_argument("--make-args", default="{}", help="JSON: arguments of gymnasium.make")
     parser.add_argument("--module", help="a module whose import registers the environment")
     parser.add_argument("--actions", default="", help="names of the discrete actions 0, 1, 2, ..., separated by commas")

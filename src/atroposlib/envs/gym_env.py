@@ -31,7 +31,7 @@ ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 class GymConfig(BaseEnvConfig):
     """Which environment, where it is installed, how it is played."""
 
-    gym_id: str = Field(default="", description="gymnasium id, e.g. Taxi-v4 or FrozenLake-v1")
+    gym_id: str = Field(default="", description="gymnasium id, e.g. FrozenLake-v1")
     gym_python: str = Field(default=sys.executable, description="Python of the virtual environment it is installed in")
     gym_arguments: dict[str, Any] = Field(default_factory=dict, description="arguments of gymnasium.make")
     gym_module: str | None = Field(default=None, description="a module whose import registers the environment")

@@ -1,7 +1,8 @@
 """Holds gymnasium environments in a process and virtual environment of their own. Started by ``gym_env``.
 
 This file is executed by the other environment's Python: it imports the standard library, numpy and ``gymnasium`` only.
-Requests come as JSON lines on standard input, replies go to the file descriptor named by ``--reply-fd``.
+Requests come as JSON lines on standard input, replies go to the file descriptor named by ``--reply-fd``. A worker that cannot
+start says why in its first reply and ends.
 
     {"id": 1, "op": "info"}                                        -> {"id": 1, "result": {"action_kind": "discrete", ...}}
     {"id": 2, "op": "reset", "seed": 7}                            -> {"id": 2, "result": {"episode": 1, "text": "..."}}
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import itertools
 import json
 import os
@@ -23,6 +25,10 @@ from collections.abc import Callable
 from typing import Any
 
 _CONTROL = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class StartError(Exception):
+    """There is no such environment here; one line that says what to do."""
 
 
 class Games:
@@ -143,6 +149,41 @@ def answer(games: Games, request: dict[str, Any]) -> dict[str, Any]:
         return {"id": request["id"], "error": f"{type(error).__name__}: {error}"}
 
 
+def load(env_id: str, arguments: dict[str, Any], action_names: list[str], module: str | None) -> Games:
+    """Find the environment; ``StartError`` when there is none of that name or it cannot be made."""
+    if module:
+        try:
+            __import__(module)
+        except Exception as error:  # foreign code
+            raise StartError(f"--module {module!r} cannot be imported by {sys.executable}: {_said(error)}") from error
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise StartError(
+            f"{sys.executable} cannot import gymnasium ({error}); install it there, or name another with --python"
+        ) from error
+    try:
+        gymnasium.spec(env_id)
+    except gymnasium.error.Error as error:
+        near = difflib.get_close_matches(env_id, list(gymnasium.registry), n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "gymnasium.pprint_registry() lists what there is."
+        raise StartError(
+            f"gymnasium has no environment {env_id!r}; {hint} One of your own is registered by the module --module names"
+        ) from error
+    try:
+        return Games(env_id, arguments, action_names)
+    except Exception as error:  # foreign code
+        raise StartError(
+            f"gymnasium.make({env_id!r}) fails with the arguments {json.dumps(arguments)}: {_said(error)}"
+        ) from error
+
+
+def _said(error: Exception) -> str:
+    """An exception on one line, with the place it comes from."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())} ({place.filename}, line {place.lineno})"
+
+
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -158,10 +199,14 @@ def main() -> None:
         *(path for path in sys.path if os.path.abspath(path) != here),
     ]  # our neighbours are not its modules
     os.dup2(2, 1)  # prints of the environment must not look like anything of ours
-    if given.import_module:
-        __import__(given.import_module)
-    games = Games(given.env, json.loads(given.arguments), json.loads(given.actions))
     with os.fdopen(given.reply_fd, "w", encoding="utf-8", buffering=1) as replies, contextlib.suppress(BrokenPipeError):
+        try:
+            games = load(given.env, json.loads(given.arguments), json.loads(given.actions), given.import_module)
+        except StartError as error:
+            request = json.loads(sys.stdin.readline() or "{}")
+            reply = {"id": request.get("id"), "error": str(error), "traceback": traceback.format_exc()}
+            replies.write(json.dumps(reply) + "\n")
+            sys.exit(1)
         for line in sys.stdin:
             if line.strip():
                 replies.write(json.dumps(answer(games, json.loads(line))) + "\n")

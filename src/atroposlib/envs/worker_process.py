@@ -124,6 +124,7 @@ class WorkerProcess:
         if waiting is None or waiting.done():
             return
         if "error" in reply:
+            logger.debug("in the worker: %s", reply.get("traceback") or reply["error"])
             waiting.set_exception(WorkerError(str(reply["error"])))
         else:
             waiting.set_result(reply["result"])

@@ -107,12 +107,32 @@ async def test_a_group_shares_its_seed_and_text_needs_no_translation(
     assert "<action>your text</action>" in server.prompts[0]
 
 
-async def test_unknown_game_is_an_error_that_says_so(tiny_tokenizer: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    env, _ = make(tiny_tokenizer, ["x"], gym_id="NoSuchGame-v0")
-    with pytest.raises(WorkerError, match="exit code 1"):
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"gym_id": "FrozenLak-v1"}, "no environment 'FrozenLak-v1'; did you mean FrozenLake-v1 or"),
+        ({"gym_id": "QQQ"}, r"no environment 'QQQ'; gymnasium.pprint_registry\(\) lists"),
+        (
+            {**LAKE, "gym_arguments": {"slip": 1}},
+            r"fails with the arguments {\"slip\": 1}: TypeError: .*slip.* \(.*, line",
+        ),
+        ({**LAKE, "gym_module": "no_such"}, "--module 'no_such' cannot be imported by .*: ModuleNotFoundError"),
+    ],
+)
+async def test_a_game_that_cannot_be_made_is_one_line(
+    tiny_tokenizer: Any,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    settings: dict[str, Any],
+    words: str,
+) -> None:
+    env, _ = make(tiny_tokenizer, ["x"], **settings)
+    with caplog.at_level("DEBUG", "atroposlib.envs.worker_process"), pytest.raises(WorkerError, match=words) as told:
         await env.setup()
     await env.stop()
-    assert "NoSuchGame" in capfd.readouterr().err
+    assert "\n" not in str(told.value)
+    assert "Traceback" not in capfd.readouterr().err
+    assert ["Traceback" in record.message for record in caplog.records if record.levelname == "DEBUG"] == [True]
 
 
 def test_descriptions() -> None:
