@@ -67,10 +67,10 @@ def naive_decode(case: dict[str, Any], scale: float, window: int | None, softcap
 def test_paged_decode(
     heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None, dtype: torch.dtype
 ) -> None:
-    from atlaslib.engine.cuda import kernels
+    from atlaslib.engine.cuda import paged_attention
 
     case = paged_case(heads, kv_heads, dim, [1, 16, 17, 100, 128, 63], dtype)
-    ours = kernels.paged_decode(**case, scale=dim**-0.5, window=window, softcap=softcap).double()
+    ours = paged_attention.paged_decode(**case, scale=dim**-0.5, window=window, softcap=softcap).double()
     expected = naive_decode(case, dim**-0.5, window, softcap)
     error = float((ours - expected).norm() / expected.norm())
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
@@ -84,7 +84,7 @@ def test_paged_prefill(
 ) -> None:
     """Whole prompts and later chunks of them, each of their rows against the decode reference at its own length."""
     from atlaslib.engine.attention import Span
-    from atlaslib.engine.cuda import kernels
+    from atlaslib.engine.cuda import paged_attention
     from atlaslib.engine.cuda.layout import tiles_of
 
     chunks = [(0, 1), (0, 40), (16, 111), (33, 20), (0, 128)]  # first position, tokens
@@ -95,11 +95,11 @@ def test_paged_prefill(
     for slot, (start, count) in enumerate(chunks):
         spans.append(Span(row, count, start, slot, None))  # type: ignore[arg-type]
         row += count
-    tiling = kernels.prefill_tiling(dim, dtype)
+    tiling = paged_attention.prefill_tiling(dim, dtype)
     tiles = torch.from_numpy(tiles_of(spans, tiling[0])).to(DEVICE)
     tiles = torch.cat([tiles, torch.zeros(3, 4, dtype=torch.int64, device=DEVICE)])  # empty ones do nothing
     scale = dim**-0.5
-    ours = kernels.paged_prefill(
+    ours = paged_attention.paged_prefill(
         query, case["keys"], case["values"], case["tables"], tiles, scale, window, softcap, tiling
     ).double()
     owners = torch.cat([torch.full((span.count,), span.slot, device=DEVICE) for span in spans])

@@ -98,7 +98,7 @@ class StepContext:
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # sliding window -> decode mask, made once a step
     attend: AttendFn | None = None  # set: another implementation of the whole thing (Triton, exact)
     table_rows: Tensor | None = None  # int64 [B], CUDA decode: rows of `tables`, or of the runner's when that is None
-    tiles: Tensor | None = None  # int64 [tiles, 4], CUDA prefill: see kernels.paged_prefill
+    tiles: Tensor | None = None  # int64 [tiles, 4], CUDA prefill: see paged_attention.paged_prefill
     keep: Tensor | None = None  # CUDA prefill: the rows whose logits are wanted, see fused.FusedStack
     recorded: dict[int, LayerShape] | None = None  # set: only note the shapes (start-up)
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from atlaslib.engine.cuda import kernels
+from atlaslib.engine.cuda.paged_attention import paged_decode
 
 _BLOCK = 16  # tokens of a cache block in the trainer's pass
 
@@ -86,5 +86,5 @@ def attention(
     sequences = torch.arange(batch, device=query.device).repeat_interleave(length)
     lengths = torch.arange(1, length + 1, device=query.device).repeat(batch)
     rows = query.transpose(0, 1).reshape(heads, batch * length, dim)
-    out = kernels.paged_decode(rows, keys, values, tables, sequences, lengths, scale, window, softcap, one_tile=True)
+    out = paged_decode(rows, keys, values, tables, sequences, lengths, scale, window, softcap, one_tile=True)
     return out.view(batch, length, heads, -1).transpose(1, 2)

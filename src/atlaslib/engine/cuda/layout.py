@@ -1,7 +1,7 @@
 """What the CUDA runner sends to the device and which sizes it captures; numpy only.
 
 `reading`, the input of a prefill step, is one int64 array: token ids, positions and cache slots, [T] each, then tiles
-[tiles, 4] as `kernels.paged_prefill` reads them (first row, rows, position of the first, slot), then the rows whose logits are wanted.
+[tiles, 4] as `paged_attention.paged_prefill` reads them (first row, rows, position of the first, slot), then the rows whose logits are wanted.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from atlaslib.engine.config import EngineConfig
 from atlaslib.engine.cuda import kernels
 from atlaslib.engine.cuda.fused import FusedStack
 from atlaslib.engine.cuda.layout import Sizes, batch_buckets, captured_sizes, laid_out, prefill_buckets, tiles_of
+from atlaslib.engine.cuda.paged_attention import paged_decode, paged_prefill, prefill_tiling
 from atlaslib.engine.model_runner import ModelRunner, Prefilled, StepResult
 from atlaslib.engine.scheduler import DecodePlan, PrefillPlan
 from atlaslib.engine.sequence import SlotTable
@@ -63,7 +64,7 @@ class CudaRunner(ModelRunner):
         self._weights: tuple[int, ...] = ()
         self.buckets = batch_buckets(slots)
         widest = max(max(shape.key_dim, shape.value_dim) for shape in self.layers)
-        self.tiling = kernels.prefill_tiling(widest, self.layers[0].dtype)
+        self.tiling = prefill_tiling(widest, self.layers[0].dtype)
         self._prefill_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         largest = self._sizes_of(max(prefill_buckets(memory.captured_tokens(model, config)), default=0))
         self.reading = torch.zeros(3 * largest[0] + 4 * largest[1] + largest[2], dtype=torch.int64, device=self.device)
@@ -112,13 +113,11 @@ class CudaRunner(ModelRunner):
         if key is not None and value is not None:
             kernels.write_kv(keys, values, context.slots, key, value)
         if context.tiles is not None:
-            return kernels.paged_prefill(
-                query, keys, values, self.tables, context.tiles, scale, window, softcap, self.tiling
-            )
+            return paged_prefill(query, keys, values, self.tables, context.tiles, scale, window, softcap, self.tiling)
         assert context.table_rows is not None
         assert context.lengths is not None
         tables = self.tables if context.tables is None else context.tables
-        return kernels.paged_decode(
+        return paged_decode(
             query, keys, values, tables, context.table_rows, context.lengths, scale, window, softcap,
             one_tile=self.config.exact,
         )  # fmt: skip
