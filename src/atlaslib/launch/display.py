@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ SAY_EVERY_S = 30.0
 """Without a terminal: a line at least this often, so that a run that waits shows for what."""
 TEACHING = frozenset({"student taught", "untaught"})
 """Shown for runs that have them: share of right answers with and without teaching."""
+REJECTED = " rollout/num_groups_rejected"
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -54,6 +55,18 @@ class RunState:
         """The newest value of the metrics whose name ends so, summed over sources."""
         found = [value for name, value in self.latest.items() if name.endswith(ending)]
         return sum(found) if found else None
+
+    def rejected(self) -> str | None:
+        """How many groups were rejected and why most of them; None when there are none."""
+        reasons: Counter[str] = Counter()
+        for name, value in self.latest.items():
+            if f"{REJECTED}_" in name:
+                reasons[name.split(f"{REJECTED}_")[1]] += int(value)
+        count = self.find(REJECTED)
+        if not count or not reasons:
+            return f"{count:.0f}" if count else None
+        most = reasons.most_common(1)[0][0].replace("_", " ")
+        return f"{count:.0f} ({'mostly ' if len(reasons) > 1 else ''}{most})"
 
     def reward(self) -> float | None:
         """Mean reward of the newest groups; without groups, of the newest step."""
@@ -150,16 +163,14 @@ class RunDisplay:
     def line(self) -> str:
         """The state in one line."""
         parts = [f"step {self.state.step}/{self.total_steps}"]
-        for label, value, form in self._numbers():
-            if value is not None:
-                parts.append(f"{label} {value:{form}}")
+        parts += [f"{label} {value}" for label, value in self._numbers() if value is not None]
         if self.rollout:
             parts.append(f"newest: {self.rollout[0]} ({self.rollout[1]:.2f})")
         return ", ".join(parts)
 
-    def _numbers(self) -> list[tuple[str, float | None, str]]:
+    def _numbers(self) -> list[tuple[str, str | None]]:
         state = self.state
-        return [
+        numbers = [
             ("reward", state.reward(), ".3f"),
             ("held-out", state.find("held_out_exact"), ".2f"),
             ("student taught", state.latest.get("trainer student_accuracy"), ".2f"),
@@ -167,18 +178,19 @@ class RunDisplay:
             ("tokens/s", _sampled(state), ".0f"),
             ("staleness", state.latest.get("trainer rollout/staleness_mean"), ".1f"),
             ("queue", state.latest.get("server queue/groups"), ".0f"),
-            ("rejected", state.find(" rollout/num_groups_rejected") or None, ".0f"),
         ]
+        shown = [(label, None if value is None else f"{value:{form}}") for label, value, form in numbers]
+        return [*shown, ("rejected", state.rejected())]
 
     def render(self) -> Panel:
         """The panel."""
         table = Table.grid(padding=(0, 3))
         labels, values = [], []
-        for label, value, form in [("step", float(self.state.step), ".0f"), *self._numbers()]:
+        for label, value in [("step", str(self.state.step)), *self._numbers()]:
             if value is None and label in TEACHING:
                 continue
             labels.append(Text(label, style="dim"))
-            values.append(Text("–" if value is None else f"{value:{form}}", style="bold"))
+            values.append(Text(value or "–", style="bold"))
         table.add_row(*labels)
         table.add_row(*values)
         parts: list[Any] = [

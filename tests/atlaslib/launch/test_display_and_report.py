@@ -44,7 +44,9 @@ def run_dir(tmp_path: Path) -> Path:
         log.reported(
             "trainer", step, 100.0 + step, {"reward": step / 20, "batch_seq": step, "rollout/staleness_mean": 1.0}
         )
-    log.reported("env:letters_0", 20, 130.0, {"eval/held_out_exact": 0.75, "rollout/num_groups_rejected": 3.0})
+    rejected = {"": 3.0, "_equal_scores": 2.0, "_too_long": 1.0}
+    counts = {f"rollout/num_groups_rejected{reason}": count for reason, count in rejected.items()}
+    log.reported("env:letters_0", 20, 130.0, {"eval/held_out_exact": 0.75, **counts})
     log.group_rejected(0, HOSTILE)
     log.close()
     return folder
@@ -86,7 +88,7 @@ def test_the_terminal_shows_step_reward_queue_and_the_newest_rollout(run_dir: Pa
     assert line.startswith("step 20/20, reward 0.")
     assert "held-out 0.75" in line
     assert "staleness 1.0" in line
-    assert "rejected 3" in line
+    assert "rejected 3 (mostly equal scores)" in line
     assert f"newest: D3 → answer 20 {HOSTILE} (1.00)" in line
     console.print(display.render())
     shown = console.file.getvalue()  # type: ignore[attr-defined]
@@ -100,6 +102,18 @@ def test_a_display_without_a_log_yet(tmp_path: Path) -> None:
     )
     display.tick()
     assert display.line() == "step 0/5"
+
+
+def test_rejected_groups_are_summed_over_environments() -> None:
+    state = RunState()
+    assert state.rejected() is None
+    name = "rollout/num_groups_rejected"
+    for number, source in enumerate(("env:a", "env:b")):
+        state.take([[number, 0.0, source, 1, name, 4.0]])
+    assert state.rejected() == "8"
+    for number, source in enumerate(("env:a", "env:b")):
+        state.take([[number, 0.0, source, 1, f"{name}_equal_scores", 4.0]])
+    assert state.rejected() == "8 (equal scores)"
 
 
 def test_sparkline_rises() -> None:
