@@ -18,6 +18,7 @@ A batch's step comes from the trainer, which reports `batch_seq` with the metric
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -164,17 +165,13 @@ class RunLog:
 
     def set_meta(self, **values: str) -> None:
         """Facts about the run for the page (name, tokenizer file, model)."""
-        with sqlite3.connect(self.path, timeout=10) as connection:
+        with contextlib.closing(sqlite3.connect(self.path, timeout=10)) as connection, connection:
             connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(values.items()))
-        connection.close()
 
     def known_keys(self, lowest: int) -> set[int]:
         """Keys of the groups already logged, from ``lowest`` on."""
-        connection = read_run_log(self.path)
-        try:
+        with contextlib.closing(read_run_log(self.path)) as connection:
             return {row[0] for row in connection.execute("SELECT key FROM groups WHERE key >= ?", (lowest,))}
-        finally:
-            connection.close()
 
     def flush(self, timeout_s: float = 10.0) -> None:
         """Wait until everything told so far is in the file."""
@@ -199,19 +196,28 @@ class RunLog:
     def _run(self) -> None:
         while True:
             closing = self._closed.is_set()
+            records = self._take(wait=not closing)
             try:
-                self._write_pending(wait=not closing)
+                self._write(records)
             except sqlite3.Error:
                 # The run must go on when its log cannot be written (disk full, file removed): these records are lost.
                 logger.exception(
                     "the run log %s could not be written; the run goes on without these records", self.path
                 )
                 time.sleep(self.flush_s)
+            except Exception:  # one of them does not fit into a row (a number beyond 64 bits): the others do
+                self._write_one_by_one(records)
             if closing and self._queue.empty():
                 return
 
-    def _write_pending(self, *, wait: bool) -> None:
-        records = self._take(wait)
+    def _write_one_by_one(self, records: list[tuple[Any, ...]]) -> None:
+        for record in records:
+            try:
+                self._write([record])
+            except Exception:  # whatever was told, what is told later must still be written
+                logger.exception("the run log %s leaves out what cannot be written: %s", self.path, record[0])
+
+    def _write(self, records: list[tuple[Any, ...]]) -> None:
         waiting: list[threading.Event] = []
         with self._db:
             for kind, alike in itertools.groupby(records, key=operator.itemgetter(0)):
@@ -339,12 +345,12 @@ class RunLog:
         self._write_metrics("server", step, when, {"commit/batch_seq": float(seq)})
 
     def _write_metrics(self, source: str, step: int, when: float, metrics: dict[str, float]) -> None:
-        if source == "trainer":
-            self._step = max(self._step, step)
-            if (seq := metrics.get("batch_seq")) is not None:
-                self._write_step(step, int(seq))
         rows = [(when, source, step, name, float(value)) for name, value in metrics.items() if value == value]
         self._insert_many(_INTO_METRICS, rows)
+        if source == "trainer":
+            if (seq := metrics.get("batch_seq")) is not None:
+                self._write_step(step, int(seq))
+            self._step = max(self._step, step)
 
     def _write_step(self, step: int, seq: int) -> None:
         """A step was trained on a batch. Steps whose report a killed server took with it are filled in where they are certain:

@@ -150,6 +150,6 @@ class MetricsReport(BaseModel):
     """Numbers any process wants on the live page."""
 
     source: str = Field(max_length=256)
-    step: int
+    step: int = Field(ge=-(2**63), lt=2**63)
     time: float | None = None
     metrics: dict[str, float]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -164,3 +165,17 @@ def test_a_log_without_a_path_goes_with_its_folder() -> None:
 def test_a_missing_log_says_where_it_looked(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"run_log\.sqlite"):
         read_run_log(tmp_path)
+
+
+@pytest.mark.parametrize("bad", [{"step": 2**70}, {"metrics": {"batch_seq": float("nan")}}])
+def test_what_no_row_can_hold_is_left_out_and_nothing_else(
+    log: RunLog, caplog: pytest.LogCaptureFixture, bad: dict[str, Any]
+) -> None:
+    log.reported("trainer", 1, 1.0, {"loss": 0.5})
+    log.reported(**{"source": "trainer", "step": 2, "time": 1.0, "metrics": {"loss": 0.4}, **bad})
+    log.group_accepted(make_group(1))
+    assert query(log, "SELECT step, value FROM metrics WHERE name = 'loss'") == [(1, 0.5)]
+    assert query(log, "SELECT group_id FROM groups") == [("g1",)]
+    assert "leaves out what cannot be written: reported" in caplog.text
+    log.reported("trainer", 3, 1.0, {"loss": 0.3})
+    assert query(log, "SELECT max(step) FROM metrics WHERE name = 'loss'") == [(3,)]
