@@ -3,6 +3,7 @@
 A reward function is a callable ``fn(prompts=..., completions=..., **columns) -> sequence of float or None``, plain or async, a
 class instance, a sequence-classification model (object, folder or hub id), or the name of a registered reward. ``None`` means
 the function does not apply to that sample. An exception sets the sample aside: it is counted and trains nothing; it is never 0.
+A list of another length than the batch sets the whole batch aside: nobody knows which value belongs to which completion.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from atroposlib.errors import RewardComputationError
 logger = logging.getLogger(__name__)
 RewardFunc = Any
 """str | PreTrainedModel | callable"""
+
+
+class WrongLengthError(RewardComputationError, ValueError):
+    """A reward function returned more or fewer values than there are completions."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,14 +109,13 @@ class RewardSet:
         return len(self.functions)
 
     def score(self, inputs: RewardInputs, extra: dict[str, Any] | None = None) -> RewardTable:
-        """Call every function once for the batch (async ones together); a function that raises is asked again sample by sample."""
+        """Call every function once for the batch (async ones together); one that raises is asked again sample by sample."""
         columns: list[list[float]] = []
         failed: list[set[int]] = []
         answers = _call_all(self.functions, self.names, inputs, extra or {})
         for function, name, answer in zip(self.functions, self.names, answers, strict=True):
             if isinstance(answer, Exception):
-                self._show(name, len(inputs), answer)
-                column, bad = _call_singly(function, name, inputs, extra or {})
+                column, bad = self._after_failure(function, name, answer, inputs, extra or {})
             else:
                 column, bad = answer, set()
             self._remember(name, inputs, bad, answer)
@@ -133,23 +137,38 @@ class RewardSet:
         )
 
     def raise_if_broken(self, *, min_prompts: int = 1) -> None:
-        """A function that failed on every sample of ``min_prompts`` prompts or more, and never gave a reward, is a mistake."""
+        """A function that failed on every sample of ``min_prompts`` prompts or more, and never gave a reward, is a mistake.
+
+        So is, whatever the prompts, one that never returned as many values as there were completions.
+        """
         for name, (prompts, error) in self._broken.items():
-            if name not in self._worked and len(prompts) >= min_prompts:
+            enough = len(prompts) >= min_prompts or isinstance(error, WrongLengthError)
+            if enough and name not in self._worked:
                 raise RewardComputationError(
                     f"the reward {name!r} failed on every completion so far, of {len(prompts)} prompts "
                     f"({type(error).__name__}: {error}); correct it, or the columns it is given"
                 ) from error
 
-    def _show(self, name: str, count: int, error: Exception) -> None:
+    def _after_failure(
+        self, function: Callable[..., Any], name: str, error: Exception, inputs: RewardInputs, extra: dict[str, Any]
+    ) -> tuple[list[float], set[int]]:
+        """Ask sample by sample; not after a wrong length, which a constant list would turn into a right one."""
+        single = not isinstance(error, WrongLengthError)
+        self._show(name, len(inputs), error, "asking sample by sample" if single else "all of it is set aside")
+        if single:
+            return _call_singly(function, name, inputs, extra)
+        return [math.nan] * len(inputs), set(range(len(inputs)))
+
+    def _show(self, name: str, count: int, error: Exception, consequence: str) -> None:
         """Every failed batch is logged, each kind of failure once with its traceback."""
         kind = f"{name} {type(error).__name__}"
         first = kind not in self._shown
         self._shown.add(kind)
         logger.error(
-            "reward %s failed on a batch of %d, asking sample by sample: %r",
+            "reward %s failed on a batch of %d, %s: %r",
             name,
             count,
+            consequence,
             error,
             exc_info=error if first else None,
         )
@@ -331,7 +350,10 @@ def _checked(answer: Any, name: str, expected: int) -> list[float] | Exception:
     if any(map(math.isinf, values)):
         return ValueError(f"reward {name} returned an infinite value; give a finite number, or None where none applies")
     if len(values) != expected:
-        return ValueError(f"reward {name} returned {len(values)} values for {expected} completions")
+        return WrongLengthError(
+            f"the reward {name} returned {len(values)} values for {expected} completions; "
+            "return a list with one number, or None, per completion, in their order"
+        )
     return values
 
 

@@ -61,11 +61,33 @@ def test_an_exception_sets_one_sample_aside() -> None:
     assert table.failures == {"fragile": 1, "length": 0}
 
 
-def test_a_wrong_number_of_values_is_a_failure() -> None:
-    def short(completions: list[str], **_: Any) -> list[float]:
-        return [1.0] * (len(completions) - 1)
+@pytest.mark.parametrize("values", [[1.0], [1.0, 1.0], [1.0] * 4, []])
+def test_a_wrong_number_of_values_is_a_failure_of_the_whole_batch(
+    values: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    def constant(completions: list[str], **_: Any) -> list[float]:
+        return values
 
-    assert RewardSet([short]).score(make_inputs()).failures == {"short": 3}
+    rewards = RewardSet([constant, length])
+    table = rewards.score(make_inputs())
+    assert all(map(math.isnan, table.totals))  # [1.0] would be right for each of them alone
+    assert table.failures == {"constant": 3, "length": 0}
+    assert "failed on a batch of 3, all of it is set aside" in caplog.text
+    with pytest.raises(
+        RewardComputationError, match=rf"constant returned {len(values)} values for 3 completions; return a list with"
+    ):
+        rewards.raise_if_broken(min_prompts=99)  # no prompt is to blame
+
+
+def test_a_wrong_number_of_values_for_one_sample_is_a_failure_too() -> None:
+    def clumsy(completions: list[str], **_: Any) -> list[float]:
+        if len(completions) > 1:
+            raise KeyError("answer")
+        return [1.0] * (1 + len(completions[0]))
+
+    table = RewardSet([clumsy]).score(make_inputs())
+    assert table.totals[0] == 1.0
+    assert table.failures == {"clumsy": 2}
 
 
 def test_async_rewards_run_together() -> None:
