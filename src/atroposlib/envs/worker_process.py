@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -30,7 +31,7 @@ class WorkerProcess:
     ) -> None:
         self._command, self._environment, self._cwd = list(command), environment, cwd
         self._ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: dict[int, asyncio.Future[Any]] = {}  # calls of the present process
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -38,10 +39,10 @@ class WorkerProcess:
 
     async def call(self, operation: str, **fields: Any) -> Any:
         """Send one request and wait for its result; ``WorkerError`` when the worker fails or dies."""
-        process = await self._running()
+        process, waiting = await self._running()
         request_id = next(self._ids)
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = reply
+        waiting[request_id] = reply
         line = json.dumps({"id": request_id, "op": operation, **fields}) + "\n"
         try:
             assert process.stdin is not None
@@ -53,7 +54,7 @@ class WorkerProcess:
                 f"{self._command[0]} ended before it took a request (exit code {process.returncode})"
             ) from error
         finally:
-            self._waiting.pop(request_id, None)
+            waiting.pop(request_id, None)
 
     async def stop(self) -> None:
         """Close its input, wait for it to end, end it if it does not."""
@@ -70,13 +71,14 @@ class WorkerProcess:
         if self._reader is not None:
             await asyncio.gather(self._reader, return_exceptions=True)
 
-    async def _running(self) -> asyncio.subprocess.Process:
+    async def _running(self) -> tuple[asyncio.subprocess.Process, dict[int, asyncio.Future[Any]]]:
+        """The process, started if there is none, and the calls that wait for it."""
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
                 if self._process is not None:
                     logger.warning("the worker ended with exit code %s; starting it again", self._process.returncode)
                 self._process = await self._start()
-            return self._process
+            return self._process, self._waiting
 
     async def _start(self) -> asyncio.subprocess.Process:
         read_fd, write_fd = os.pipe()
@@ -98,33 +100,42 @@ class WorkerProcess:
         finally:
             os.close(write_fd)
         self.num_starts += 1
-        self._reader = asyncio.create_task(self._read(read_fd, process), name="worker-replies")
+        self._waiting = {}
+        self._reader = asyncio.create_task(self._read(read_fd, process, self._waiting), name="worker-replies")
         return process
 
-    async def _read(self, read_fd: int, process: asyncio.subprocess.Process) -> None:
-        stream = asyncio.StreamReader(limit=_LONGEST_LINE)
+    async def _read(
+        self, read_fd: int, process: asyncio.subprocess.Process, waiting: dict[int, asyncio.Future[Any]]
+    ) -> None:
+        """Deliver replies until the process ends, or is ended because it sent something else; then fail what still waits."""
+        stream, problem = asyncio.StreamReader(limit=_LONGEST_LINE), ""
         with os.fdopen(read_fd, "rb") as pipe:
             transport, _ = await asyncio.get_running_loop().connect_read_pipe(
                 lambda: asyncio.StreamReaderProtocol(stream), pipe
             )
             try:
                 while line := await stream.readline():
-                    self._deliver(json.loads(line))
+                    _deliver(json.loads(line), waiting)
+            except (ValueError, KeyError, TypeError) as error:  # too long, cut off, or not in the form of a reply
+                problem = f" after a reply that cannot be read ({type(error).__name__}: {error})"
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
             finally:
                 transport.close()
         code = await process.wait()
-        for reply in self._waiting.values():
+        for reply in waiting.values():
             if not reply.done():
                 reply.set_exception(
-                    WorkerError(f"the worker ended with exit code {code}; its messages are on standard error")
+                    WorkerError(f"the worker ended with exit code {code}{problem}; its messages are on standard error")
                 )
 
-    def _deliver(self, reply: dict[str, Any]) -> None:
-        waiting = self._waiting.get(reply["id"])
-        if waiting is None or waiting.done():
-            return
-        if "error" in reply:
-            logger.debug("in the worker: %s", reply.get("traceback") or reply["error"])
-            waiting.set_exception(WorkerError(str(reply["error"])))
-        else:
-            waiting.set_result(reply["result"])
+
+def _deliver(reply: dict[str, Any], waiting: dict[int, asyncio.Future[Any]]) -> None:
+    call = waiting.get(reply["id"])
+    if call is None or call.done():
+        return
+    if "error" in reply:
+        logger.debug("in the worker: %s", reply.get("traceback") or reply["error"])
+        call.set_exception(WorkerError(str(reply["error"])))
+    else:
+        call.set_result(reply["result"])

@@ -179,6 +179,33 @@ async def test_worker_process_errors(tmp_path: Path) -> None:
         await WorkerProcess([str(tmp_path / "nothing")]).call("echo")
 
 
+async def test_a_reply_that_cannot_be_read_ends_the_worker_and_its_calls(tmp_path: Path) -> None:
+    mumble = tmp_path / "mumble.py"
+    mumble.write_text(
+        "import json, os, sys\n"
+        "out = os.fdopen(int(sys.argv[-1]), 'w', buffering=1)\n"
+        "for line in sys.stdin:\n"
+        "    request = json.loads(line)\n"
+        "    if request['op'] == 'half':\n"
+        '        out.write(\'{"id": 1, "res\')\n'
+        "        out.flush()\n"
+        "        os._exit(3)\n"
+        "    if request['op'] == 'mumble': out.write('hm?\\n')\n"
+        "    if request['op'] == 'nameless': out.write('{}\\n')\n"
+        "    if request['op'] == 'echo': out.write(json.dumps({'id': request['id'], 'result': 7}) + '\\n')\n"
+    )
+    worker = WorkerProcess([sys.executable, str(mumble)])
+    async with asyncio.timeout(20):
+        with pytest.raises(WorkerError, match="exit code 3 after a reply that cannot be read"):
+            await worker.call("half")
+        for operation in ("mumble", "nameless"):
+            failed = await asyncio.gather(worker.call(operation), worker.call("wait"), return_exceptions=True)
+            assert [type(error) for error in failed] == [WorkerError, WorkerError]
+        assert await worker.call("echo") == 7
+        assert worker.num_starts == 4
+        await worker.stop()
+
+
 async def test_servers_without_tokens_are_refused(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = VerifiersConfig(tokenizer_name=tiny_tokenizer.name_or_path, use_wandb=False, verifiers_env="x")
     env = VerifiersEnv(config, [APIServerConfig(base_url="http://127.0.0.1:1/v1", api_key="x", health_check=False)])
