@@ -166,7 +166,7 @@ class EnvClient:
         """Numbers for the live page; one try, as they are not worth waiting for."""
         request = {"source": source, "step": step, "time": time.time(), "metrics": metrics}
         try:
-            await self._once("POST", "/report", json=request)
+            _note_refusal(await self._once("POST", "/report", json=request))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             logger.info("could not report metrics: %s", describe(error))
 
@@ -194,16 +194,17 @@ class EnvClient:
         while True:
             try:
                 reply = await call()
+                if reply.status == 404 and b"not known here" in reply.body and self._registration is not None:
+                    if await self._rejoin():
+                        continue
+                    problem = "the server started afresh and waits for its trainer"
+                elif reply.status < 500:
+                    return reply
+                else:
+                    problem = f"answer {reply.status}: {reply.text()[:200]}"
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                await asyncio.sleep(back_off.pause(describe(error)))
-                continue
-            if reply.status >= 500:
-                await asyncio.sleep(back_off.pause(f"answer {reply.status}: {reply.text()[:200]}"))
-                continue
-            if reply.status != 404 or b"not known here" not in reply.body or self._registration is None:
-                return reply
-            if not await self._rejoin():
-                await asyncio.sleep(back_off.pause("the server started afresh and waits for its trainer"))
+                problem = describe(error)
+            await asyncio.sleep(back_off.pause(problem))
 
     async def _rejoin(self) -> bool:
         """Register again with a server that lost its memory; False while that waits for its trainer."""
@@ -235,6 +236,12 @@ class EnvClient:
 
     def _checked(self, reply: HttpReply, path: str) -> dict[str, Any]:
         return reply.checked(self.url + path)
+
+
+def _note_refusal(reply: HttpReply) -> None:
+    """Metrics are never worth an error, but somebody may look for them."""
+    if reply.status >= 400:
+        logger.info("/report refused with %d: %s", reply.status, reply.text()[:500])
 
 
 def encode_groups(items: list[dict[str, Any]], *, many: bool, prefer_binary: bool) -> tuple[bytes, str]:
@@ -374,7 +381,7 @@ class TrainerClient:
         logger.info("the rollout server started afresh; registering again")
         step = self._registration["starting_step"] + self._received
         request = {**self._registration, "starting_step": step, "resume_after": self._after or 0}
-        self._until_answered("POST", "/register", request, None)
+        self._call("POST", "/register", request)
 
     def ack(self, seq: int) -> None:
         """This batch and all before it were used."""
@@ -398,15 +405,19 @@ class TrainerClient:
         return self._call("GET", "/status", None)
 
     def report(self, source: str, step: int, metrics: dict[str, float]) -> bool:
-        """Numbers for the live page; False when they did not arrive: they are not worth waiting for."""
+        """Numbers for the live page; False when they did not arrive: they are not worth waiting for, but may be sent again."""
         request = {"source": source, "step": step, "time": time.time(), "metrics": metrics}
         for last in (False, True):  # a connection that was idle for long may be closed: once more on a new one
             try:
-                self._http.request("POST", "/report", request)
-                return True
+                reply = self._http.request("POST", "/report", request)
+                if reply.status < 500:
+                    _note_refusal(reply)
+                    return True
+                problem = f"answer {reply.status}: {reply.text()[:200]}"
             except OSError as error:
-                if last:
-                    logger.info("could not report metrics: %s", describe(error))
+                problem = describe(error)
+            if last:
+                logger.info("could not report metrics: %s", problem)
         return False
 
     def close(self) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 from rollout_calls import Caller, group, marks
 
 from atroposlib.api.client import Batch, EnvClient, TrainerClient, encode_groups
@@ -214,6 +216,75 @@ async def test_both_clients_introduce_themselves_again_to_a_server_without_memor
         await env.aclose()
         await other.aclose()
         trainer.close()
+
+
+@contextlib.asynccontextmanager
+async def scripted(answers: dict[str, list[Any]]) -> AsyncIterator[tuple[str, list[str]]]:
+    """A server that gives the answers of each path in turn, the last one again and again; status 0 loses the connection."""
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        left = answers[request.path]
+        status, body = left.pop(0) if len(left) > 1 else left[0]
+        if status == 0:
+            assert request.transport is not None
+            request.transport.close()
+        return web.json_response(body, status=status or 200)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", asked
+    finally:
+        await runner.cleanup()
+
+
+LOST, FORGOTTEN = (0, None), (404, {"detail": "environment 3 is not known here"})
+
+
+async def test_a_connection_lost_while_registering_again_is_tried_again() -> None:
+    answers: dict[str, list[Any]] = {
+        "/register-env": [(200, {"status": "success", "env_id": 3}), LOST, (200, {"status": "success", "env_id": 0})],
+        "/healthz": [(200, {})],
+        "/scored_data": [FORGOTTEN, FORGOTTEN, FORGOTTEN, (200, {"status": "received"})],
+        "/status-env": [LOST, FORGOTTEN],
+    }
+    async with scripted(answers) as (url, asked):
+        client = await joined(url)
+        assert await client.submit(group(1)) == {"status": "received"}
+        assert client.env_id == 0
+        assert asked.count("/scored_data") == 4
+        await client.aclose()
+
+
+async def test_a_trainer_that_may_not_register_again_says_so() -> None:
+    answers: dict[str, list[Any]] = {
+        "/register": [(200, {"uuid": 1}), (409, {"detail": "another trainer is here"})],
+        "/batch": [(200, {"status": "error", "message": "not registered", "batch": []})],
+    }
+    async with scripted(answers) as (url, _):
+        client = TrainerClient(url, give_up_after_s=5.0)
+        await asyncio.to_thread(lambda: client.register(**SETTINGS))
+        with pytest.raises(RolloutRejectedError, match="another trainer is here"):
+            await asyncio.to_thread(client.next_batch, timeout_s=2)
+        client.close()
+
+
+async def test_a_report_arrived_unless_it_may_come_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "atroposlib.api.client")
+    answers: dict[str, list[Any]] = {"/report": [(503, {}), (507, {}), (503, {}), (200, {}), (422, {"detail": "step"})]}
+    async with scripted(answers) as (url, asked):
+        client = TrainerClient(url)
+        told = [await asyncio.to_thread(client.report, "trainer", step, {"loss": 0.5}) for step in (1, 2, 3)]
+        assert (told, len(asked)) == ([False, True, True], 5)
+        assert "answer 507" in caplog.text
+        assert "refused with 422" in caplog.text
+        client.close()
 
 
 async def test_giving_up_says_what_was_waited_for() -> None:
