@@ -69,6 +69,7 @@ CHAT_FIELDS = frozenset(
 )
 COMPLETION_FIELDS = frozenset({"prompt", "logprobs", "echo", "suffix", "best_of"})
 GENERATE_FIELDS = frozenset({"prompt", "logprobs"})
+STREAM_OPTIONS = frozenset({"include_usage", "include_obfuscation"})
 
 
 class RequestError(AtroposError, ValueError):
@@ -128,7 +129,7 @@ def sampling_params(
 def blamed_field(message: str, default: str | None = None) -> str | None:
     """The request field an error of the engine begins with."""
     first = message.replace("=", " ").replace(":", " ").split(maxsplit=1)[0]
-    return first if first in SAMPLING_FIELDS or first in SHARED_FIELDS else default
+    return first if first in SAMPLING_FIELDS.keys() | SHARED_FIELDS | {"logprobs"} else default
 
 
 def switch(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
@@ -144,9 +145,12 @@ def shared_settings(body: Mapping[str, Any], default_mode: LogprobsMode) -> dict
     mode = body.get("logprobs_mode") or default_mode
     if mode not in LOGPROBS_MODES:
         raise RequestError(f"logprobs_mode is {mode!r}; use one of {', '.join(LOGPROBS_MODES)}", param="logprobs_mode")
-    options = body.get("stream_options") or {}
+    options = {} if body.get("stream_options") is None else body["stream_options"]
     if not isinstance(options, Mapping):
         raise RequestError(f"stream_options is {options!r:.80}; give an object", param="stream_options")
+    for name in options:
+        if name not in STREAM_OPTIONS:
+            raise RequestError(unknown_name_message("stream option", name, STREAM_OPTIONS), param="stream_options")
     settings = {
         "stream": switch(body, "stream"),
         "include_usage": switch(options, "include_usage"),
@@ -289,9 +293,17 @@ def completion_logprobs(
     return {
         "tokens": list(decoded),
         "token_logprobs": list(values),
-        "top_logprobs": [None if top is None else dict(top) for top in tops] if tops else None,
+        "top_logprobs": [None if top is None else _by_text(top) for top in tops] if tops else None,
         "text_offset": offsets,
     }
+
+
+def _by_text(alternatives: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Of tokens that read the same (parts of characters) the likeliest stands for all; they come likeliest first."""
+    found: dict[str, float] = {}
+    for text, value in alternatives:
+        found.setdefault(text, value)
+    return found
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

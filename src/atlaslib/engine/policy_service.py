@@ -162,7 +162,7 @@ class PolicyService:
             partial(self.thread.submit, ids, parsed.params, on_tokens=_shifted(on_tokens, number * parsed.params.n))
             for number, ids in enumerate(parsed.prompt_ids)
         )
-        futures = self._hand_over(calls, wanted, "prompt")
+        futures = self._hand_over(calls, wanted, "n" if parsed.params.n > self.max_open else "prompt")
         self.metrics.prompt_tokens += sum(map(len, parsed.prompt_ids))
         return futures
 
@@ -172,7 +172,8 @@ class PolicyService:
         """All of them or none; `wanted` samples are open until `done`."""
         if wanted > self.max_open:
             raise RequestError(
-                f"{wanted} samples are more than the {self.max_open} this server holds; ask in smaller parts", param="n"
+                f"{wanted} samples are more than the {self.max_open} this server holds; ask in smaller parts",
+                param=field,
             )
         if self.metrics.num_open + wanted > self.max_open:
             raise RequestError(

@@ -221,7 +221,7 @@ def _score_request(body: dict[str, Any]) -> tuple[list[list[int]], float]:
     sequences = [given] if wire.token_ids_of(given) else given
     if not isinstance(sequences, list) or not sequences or any(wire.token_ids_of(ids) is None for ids in sequences):
         raise RequestError("token_ids must be a list of token ids, or a list of such lists", param="token_ids")
-    temperature = body.get("temperature", 1.0)
+    temperature = 1.0 if body.get("temperature") is None else body["temperature"]
     number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not number or not MIN_TEMPERATURE <= temperature <= 100:
         raise RequestError(
@@ -257,8 +257,8 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     else:
         guess = nearest_name(path, methods)
         known = ", ".join(f"{' or '.join(names)} {route}" for route, names in methods.items())
-        hint = f"did you mean {guess}? " if guess else ""
-        message, code = f"there is no path {path:.200}; {hint}This server has {known}", "unknown_url"
+        hint = f"did you mean {guess}? There is" if guess else "there is"
+        message, code = f"unknown path {path:.200}; {hint} {known}", "unknown_url"
     body = wire.error_body(message, kind="invalid_request_error", code=code)
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 

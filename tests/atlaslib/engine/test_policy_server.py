@@ -172,6 +172,27 @@ def test_a_stream_adds_up_to_the_whole_reply(http: httpx.Client, extra: dict[str
     }
 
 
+def test_alternatives_that_read_the_same_are_the_likeliest(http: httpx.Client) -> None:
+    body = {"prompt": "a", "max_tokens": 8, "seed": 1, "logprobs": 20, "ignore_eos": True}
+    tables = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]["top_logprobs"]
+    assert any(len(table) < 20 for table in tables)  # several parts of characters
+    for table in tables:
+        assert list(table.values()) == sorted(table.values(), reverse=True)
+
+
+def test_the_field_to_blame(http: httpx.Client) -> None:
+    asked = [
+        ("/generate", {"prompt": [5], "logprobs": -1}, "logprobs"),
+        ("/v1/score", {"token_ids": [5, 999999]}, "token_ids"),
+        ("/v1/score", {"token_ids": [[5]] * 65}, "token_ids"),
+        ("/v1/completions", {"prompt": ["a"] * 65}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "n": 65}, "n"),
+    ]
+    for path, body, field in asked:
+        reply = http.post(path, json=body)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+
+
 def test_alternatives_of_a_truncated_distribution(http: httpx.Client) -> None:
     body = {"prompt": "q", "max_tokens": 3, "top_k": 2, "logprobs": 5, "seed": 1, "ignore_eos": True}
     rows = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]["top_logprobs"]
@@ -276,6 +297,8 @@ def test_bad_requests_are_named(http: httpx.Client, path: str, body: dict[str, A
         ("stop_token_ids", [1.5]),
         ("stop_token_ids", 5),
         ("ignore_eos", "false"),
+        ("stream_options", {"include_usag": True}),
+        ("stream_options", []),
     ],
 )
 def test_impossible_values_are_refused_and_the_engine_goes_on(http: httpx.Client, field: str, value: Any) -> None:
@@ -298,9 +321,9 @@ def test_body_that_is_not_json(http: httpx.Client, body: bytes) -> None:
             "/chat/completions",
             404,
             "unknown_url",
-            "no path /chat/completions; did you mean /v1/chat/completions?",
+            "/chat/completions; did you mean /v1/chat/completions? There is POST",
         ),
-        ("GET", "/nothing", 404, "unknown_url", "no path /nothing; This server has POST /v1/chat/completions, POST"),
+        ("GET", "/nothing", 404, "unknown_url", "unknown path /nothing; there is POST /v1/chat/completions, POST"),
         ("GET", "/v1/completions", 405, "method_not_supported", "GET does not go with /v1/completions; use POST"),
     ],
 )
