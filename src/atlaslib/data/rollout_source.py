@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from atlaslib.algorithms.advantages import Estimator, ScaleRewards
+from atlaslib.data.scored_groups import batch_advantages, to_samples
 from atlaslib.errors import RolloutTimeoutError, ScoredGroupError
 from atlaslib.types import TrainingSample
 
@@ -38,10 +40,11 @@ class RolloutBatch:
 
     seq: int
     samples: list[TrainingSample]
-    waited_s: float
     refused_stale: int = 0
     refused_broken: int = 0
     unversioned: int = 0
+    ahead: int = 0
+    """samples of policy versions this run has not reached"""
     num_groups: int = 0
     zero_variance_groups: int = 0
     reward_components: dict[str, list[float]] = field(default_factory=dict)
@@ -54,18 +57,21 @@ class RolloutSource:
         self,
         client: BatchClient,
         *,
-        to_samples: Callable[[dict[str, Any]], list[TrainingSample]],
+        default_temperature: float,
         max_staleness: int,
         wait_timeout_s: float,
+        estimator: Estimator = "group",
+        scale: ScaleRewards = "group",
         url: str = "",
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._client, self._to_samples = client, to_samples
+        self._client, self._default_temperature = client, default_temperature
+        self._estimator, self._scale = estimator, scale
         self._max_staleness, self._timeout_s, self._url = max_staleness, wait_timeout_s, url
         self._should_stop = should_stop
         self.last_seq: int | None = None
         """sequence number of the newest batch whose samples were handed out"""
-        self.totals: Counter[str] = Counter()
+        self._told_ahead = False
         self._unreported: deque[tuple[int, dict[str, float]]] = deque(maxlen=1000)
 
     def register(self, **settings: Any) -> None:
@@ -86,9 +92,8 @@ class RolloutSource:
             self._client.ack(batch.seq)
             self.last_seq = batch.seq
             if result.samples:
-                result.waited_s = time.monotonic() - started
                 result.refused_stale, result.refused_broken = refused["stale"], refused["broken"]
-                self.totals.update(batches=1, refused_stale=refused["stale"], refused_broken=refused["broken"])
+                self._tell_ahead(result, version)
                 return result
             logger.warning(
                 "batch %d has no usable sample (%d stale, %d broken); taking the next",
@@ -137,14 +142,28 @@ class RolloutSource:
             return f"the rollout server {self._url} does not answer ({error!r})"
         return f"the rollout server {self._url} answers (status {status}); environments have not delivered enough sequences"
 
+    def _tell_ahead(self, batch: RolloutBatch, version: int) -> None:
+        """Once: the server still holds groups of an earlier run, or of steps after the checkpoint; they are trained on all the same."""
+        if batch.ahead and not self._told_ahead:
+            self._told_ahead = True
+            logger.warning(
+                "batch %d has %d samples of policy versions this run has not reached (it is at %d): they were made for an earlier run, or "
+                "after the checkpoint this one goes on from. They are trained on; a server without them: POST %s/reset_data before the run",
+                batch.seq,
+                batch.ahead,
+                version,
+                self._url,
+            )
+
     def _convert(self, batch: Any, version: int) -> RolloutBatch:
-        result = RolloutBatch(seq=batch.seq, samples=[], waited_s=0.0, num_groups=len(batch.groups))
+        result = RolloutBatch(seq=batch.seq, samples=[], num_groups=len(batch.groups))
         names = list(getattr(batch, "group_ids", None) or [])
-        for number, given in enumerate(batch.groups):
+        computed = batch_advantages(batch.groups, estimator=self._estimator, scale=self._scale)
+        for number, (given, advantages) in enumerate(zip(batch.groups, computed, strict=True)):
             name = given.get("group_id") or (names[number] if number < len(names) else f"batch{batch.seq}-{number}")
             group = {**given, "group_id": name}
             try:
-                samples = self._to_samples(group)
+                samples = to_samples(group, advantages, default_temperature=self._default_temperature)
             except ScoredGroupError as error:
                 logger.error("a group of batch %d is set aside: %s", batch.seq, error)
                 result.refused_broken += len(group.get("tokens") or [])
@@ -157,10 +176,11 @@ class RolloutSource:
                     result.refused_stale += 1
                 else:
                     result.unversioned += not sample.policy_versions
+                    result.ahead += bool(sample.policy_versions) and sample.policy_versions[-1] > version
                     result.samples.append(sample)
         return result
 
 
 def staleness(sample: TrainingSample, version: int) -> int:
-    """Policy versions between the oldest token of the sample and now; 0 when unknown."""
-    return version - sample.policy_versions[0] if sample.policy_versions else 0
+    """Policy versions between the oldest token of the sample and now; 0 when unknown, or of a version still to come."""
+    return max(0, version - sample.policy_versions[0]) if sample.policy_versions else 0

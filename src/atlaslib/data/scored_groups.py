@@ -21,32 +21,37 @@ IGNORED = -100
 NO_LOGPROB = 1.0
 
 
+def batch_advantages(
+    groups: Sequence[dict[str, Any]], *, estimator: Estimator = "group", scale: ScaleRewards = "group"
+) -> list[list[float]]:
+    """Advantages from the scores of a batch, one list per group."""
+    scores = [_scores(group) for group in groups]
+    owners = [number for number, row in enumerate(scores) for _ in row]
+    flat = torch.tensor([score for row in scores for score in row], dtype=torch.float64)
+    computed = compute_advantages(flat, torch.tensor(owners, dtype=torch.long), estimator=estimator, scale=scale)
+    values = iter(computed.values.tolist())
+    return [[next(values) for _ in row] for row in scores]
+
+
 def to_samples(
-    group: dict[str, Any],
-    *,
-    default_temperature: float,
-    estimator: Estimator = "group",
-    scale: ScaleRewards = "group",
+    group: dict[str, Any], advantages: Sequence[float], *, default_temperature: float
 ) -> list[TrainingSample]:
-    """The sequences of one group as samples, with advantages of the group (``scores``) or the given ones."""
-    tokens, masks = _rows(group, "tokens"), _rows(group, "masks")
-    scores = [math.nan if score is None else float(score) for score in group["scores"]]
+    """The sequences of one group as samples, with the ``advantages`` of their scores or the ones the group brings."""
+    tokens, masks, scores = _rows(group, "tokens"), _rows(group, "masks"), _scores(group)
     group_id = str(group.get("group_id") or "?")
     if not len(tokens) == len(masks) == len(scores):
         raise ScoredGroupError(
             f"group {group_id}: {len(tokens)} token rows, {len(masks)} mask rows and {len(scores)} scores; they must be as many"
         )
-    computed = compute_advantages(
-        torch.tensor(scores), torch.zeros(len(scores), dtype=torch.long), estimator=estimator, scale=scale
-    )
     samples = []
     for index, (ids, mask) in enumerate(zip(tokens, masks, strict=True)):
         if len(ids) != len(mask):
             raise ScoredGroupError(
                 f"group {group_id}, sequence {index}: {len(ids)} tokens and {len(mask)} masks; they must be as many"
             )
-        advantage = float(computed.values[index])
-        samples.append(_sample(group, index, ids, mask, scores[index], advantage, default_temperature, group_id))
+        samples.append(
+            _sample(group, index, ids, mask, scores[index], advantages[index], default_temperature, group_id)
+        )
     return samples
 
 
@@ -69,6 +74,7 @@ def _sample(
     temperature = overrides.get("temperature", (group.get("generation_params") or {}).get("temperature"))
     reasons = _entry((group.get("generation_params") or {}).get("finish_reasons"), index)
     env = group.get("env_name") or group.get("env_id")
+    distill_ids, distill_logprobs = _distilled(group, index, len(ids), group_id)
     return TrainingSample(
         token_ids=list(ids),
         loss_mask=loss_mask,
@@ -82,8 +88,8 @@ def _sample(
         truncated=reasons == "length" or bool(overrides.get("truncated")),
         sft=bool(overrides.get("sft")),
         ref_logprobs=_logprobs(_entry(group.get("ref_logprobs"), index), len(ids)),
-        distill_token_ids=_entry(group.get("distill_token_ids"), index),
-        distill_logprobs=_entry(group.get("distill_logprobs"), index),
+        distill_token_ids=distill_ids,
+        distill_logprobs=distill_logprobs,
         images=_entry(group.get("images"), index),
     )
 
@@ -110,8 +116,26 @@ def _logprobs(values: Sequence[float] | None, length: int) -> list[float] | None
     """Log-probs of the right length; the filler 1.0 and impossible values become NaN (unknown)."""
     if values is None or len(values) == 0:
         return None
-    clean = [math.nan if value is None or value > 0.0 else float(value) for value in values]
+    clean = [math.nan if value is None or not -math.inf < value <= 0.0 else float(value) for value in values]
     return clean[:length] + [math.nan] * (length - len(clean))
+
+
+def _distilled(group: dict[str, Any], index: int, length: int, group_id: str) -> tuple[Any, Any]:
+    """The teacher's candidates and their log-probs, one list of each per token; (None, None) without them."""
+    given = [_entry(group.get(key), index) for key in ("distill_token_ids", "distill_logprobs")]
+    if None in given:
+        return None, None
+    ids, logprobs = ([list(row or []) for row in rows[:length]] for rows in given)
+    if len(ids) < length or [len(row) for row in ids] != [len(row) for row in logprobs]:
+        raise ScoredGroupError(
+            f"group {group_id}, sequence {index}: distill_token_ids and distill_logprobs must hold one list per token "
+            f"({length}), equally long in both; got {len(ids)} and {len(logprobs)}"
+        )
+    return ids, logprobs
+
+
+def _scores(group: dict[str, Any]) -> list[float]:
+    return [math.nan if score is None else float(score) for score in group["scores"]]
 
 
 def _rows(group: dict[str, Any], key: str) -> list[list[int]]:

@@ -22,6 +22,7 @@ METRICS: dict[str, str] = {
     "rollout/num_refused_stale": "samples refused because they were older than max_staleness",
     "rollout/num_refused_broken": "samples refused because their lists disagree",
     "rollout/num_unversioned": "samples that do not say which policy version made them",
+    "rollout/num_ahead": "samples of policy versions this run has not reached: of an earlier run, or of steps after the checkpoint",
     "rollout/staleness_mean": "mean number of versions between sampling and training",
     "rollout/staleness_max": "the largest of them",
     "rollout/dynamic_rounds": "refills of dynamic sampling",

@@ -7,7 +7,6 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from atlaslib.data.rollout_source import RolloutBatch, RolloutSource
-from atlaslib.data.scored_groups import to_samples
 from atlaslib.trainers import run_state
 from atlaslib.trainers.choices import estimator_of, scale_of
 from atlaslib.types import TrainingSample
@@ -34,9 +33,11 @@ class ServiceMode:
             return
         self.source = RolloutSource(
             self._client or self._make_client(),
-            to_samples=self._convert,
+            default_temperature=config.temperature,
             max_staleness=config.staleness_bound,
             wait_timeout_s=config.rollout_wait_timeout_s,
+            estimator=estimator_of(config),
+            scale=scale_of(config),
             url=config.rollout_server_url or "",
             should_stop=lambda: trainer.stop_signal.requested,
         )
@@ -46,7 +47,7 @@ class ServiceMode:
             max_token_len=limit,
             num_steps=int(trainer.state.max_steps),
             checkpoint_dir=config.output_dir,
-            save_checkpoint_interval=int(config.save_steps),
+            save_checkpoint_interval=int(trainer.state.save_steps),
             starting_step=int(trainer.state.global_step),
             wandb_group=config.run_name or "",
             wandb_project="",
@@ -86,12 +87,6 @@ class ServiceMode:
         config = self._trainer.config
         return TrainerClient(config.rollout_server_url or "", token=config.rollout_server_token)
 
-    def _convert(self, group: dict[str, Any]) -> list[TrainingSample]:
-        config = self._trainer.config
-        return to_samples(
-            group, default_temperature=config.temperature, estimator=estimator_of(config), scale=scale_of(config)
-        )
-
     def _mask_truncated(self, samples: list[TrainingSample]) -> list[TrainingSample]:
         if self._trainer.config.mask_truncated_completions:
             for sample in samples:
@@ -111,6 +106,7 @@ class ServiceMode:
         metrics.put("rollout/num_refused_stale", float(batch.refused_stale))
         metrics.put("rollout/num_refused_broken", float(batch.refused_broken))
         metrics.put("rollout/num_unversioned", float(batch.unversioned))
+        metrics.put("rollout/num_ahead", float(batch.ahead))
         metrics.put("rollout/num_groups", float(batch.num_groups))
         for name, values in batch.reward_components.items():
             if values:

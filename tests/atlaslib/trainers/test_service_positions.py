@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,3 +110,30 @@ def test_no_batch_in_time_is_an_error(small_model: Any, make_config: Any, tiny_t
     trainer = make_trainer(RecordedBatches(0), small_model, make_config, tiny_tokenizer, rollout_wait_timeout_s=0.1)
     with pytest.raises(RolloutTimeoutError, match="no batch within"):
         trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"scale_rewards": "batch"}, [-0.5, 0.5, -4.5, 4.5]),
+        ({"loss_type": "reinforce++"}, [-2.75, -1.75, -2.25, 6.75]),
+    ],
+    ids=["scale_rewards", "reinforce++"],
+)
+def test_advantages_of_the_batch_see_all_its_groups(
+    options: dict[str, Any], expected: list[float], small_model: Any, make_config: Any, tiny_tokenizer: Any
+) -> None:
+    client = RecordedBatches(1)
+    batch = client.next_batch()
+    (group,) = batch.groups
+    halves = [{**group, "tokens": group["tokens"][:2], "masks": group["masks"][:2], "policy_versions": None}] * 2
+    scores = ([0.0, 1.0], [0.5, 9.5])
+    batch.groups = [
+        {**half, "scores": row, "group_id": name} for half, row, name in zip(halves, scores, "ab", strict=True)
+    ]
+    client.next_batch = lambda **_: batch  # type: ignore[method-assign]
+    trainer = make_trainer(client, small_model, make_config, tiny_tokenizer, max_steps=1, save_strategy="no", **options)
+    trainer.train()
+    spread = statistics.stdev([0.0, 1.0, 0.5, 9.5])
+    found = [sample.advantages[-1] * (spread + 1e-4) for sample in trainer.step_samples]
+    assert found == pytest.approx(expected)
