@@ -104,7 +104,9 @@ class HotRoutes:
         except REFUSALS as error:
             status, detail = _refusal(error)
             await send_json(send, {"detail": detail}, status)
-        self.record(scope["method"], scope["path"], status, time.perf_counter() - started)
+        # A route of the framework is named by its pattern: there are as many paths as there are groups to look at.
+        path: str = getattr(scope.get("route"), "path", scope["path"])
+        self.record(scope["method"], path, status, time.perf_counter() - started)
 
     def record(self, method: str, path: str, status: int, seconds: float) -> None:
         """Count and log a request that was answered."""

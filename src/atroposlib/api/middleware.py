@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import hmac
-import ipaddress
 import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from typing import Any
 
 import msgspec
 import zstandard
+
+from atroposlib import access
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -37,9 +38,9 @@ _JSON_HEADER = (b"content-type", b"application/json")
 class HttpError(Exception):
     """An answer other than success."""
 
-    def __init__(self, status: int, detail: Any, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+    def __init__(self, status: int, detail: Any) -> None:
         super().__init__(str(detail))
-        self.status, self.detail, self.headers = status, detail, headers or []
+        self.status, self.detail = status, detail
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -61,12 +62,8 @@ def header(scope: Scope, name: bytes) -> bytes:
 def is_loopback(scope: Scope) -> bool:
     """Whether the request comes from this machine."""
     client = scope.get("client")
-    if not client:
-        return True  # a unix socket or an in-process test client
-    try:
-        return ipaddress.ip_address(client[0]).is_loopback
-    except ValueError:
-        return client[0] in {"localhost", "testclient"}
+    # None: a unix socket or an in-process test client
+    return not client or client[0] == "testclient" or access.is_loopback(client[0])
 
 
 async def read_body(scope: Scope, receive: Receive, limits: BodyLimits) -> bytes:
@@ -88,11 +85,9 @@ async def read_body(scope: Scope, receive: Receive, limits: BodyLimits) -> bytes
                 raise too_large(size, limits.max_bytes)
         body = b"".join(chunks)
     encoding = header(scope, b"content-encoding").lower().strip()
-    if not encoding or encoding == b"identity" or not body:
-        return body
-    if len(body) > OFF_LOOP_BYTES:
+    if len(body) > OFF_LOOP_BYTES and encoding:
         return await asyncio.to_thread(decode_body, body, encoding, limits.max_decoded_bytes)
-    return decode_body(body, encoding, min(limits.max_decoded_bytes, 1024 * limits.max_bytes))
+    return decode_body(body, encoding, limits.max_decoded_bytes)
 
 
 def too_large(size: int, limit: int) -> HttpError:
@@ -103,6 +98,8 @@ def too_large(size: int, limit: int) -> HttpError:
 
 def decode_body(body: bytes, encoding: bytes, limit: int) -> bytes:
     """Undo the content encoding; stops at `limit` bytes."""
+    if not body or encoding in (b"", b"identity"):
+        return body
     if b"gzip" in encoding:
         return _gunzip(body, limit)
     if b"zstd" in encoding:

@@ -1,13 +1,14 @@
 """The rollout server's HTTP face: `create_app(service)` and `app`.
 
 Each route parses, calls one method of the service and answers. The hot routes live in `atroposlib.api.hot_routes` and are listed
-here for the OpenAPI page. `app` is made from the environment (ATROPOS_DATA_DIR, ATROPOS_TOKEN, ...) and keeps everything in
-memory unless a data folder is named; `run-api` makes its own with the options it was given.
+here for the OpenAPI page. `app` is made from the environment variables ATROPOS_DATA_DIR and ATROPOS_TOKEN and keeps everything
+in memory unless a data folder is named; `run-api` makes its own with the options it was given.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -75,8 +76,6 @@ __all__ = [
     "front_door",
 ]
 
-GIB = 2**30
-
 
 @dataclass(kw_only=True, slots=True)
 class ServerSettings:
@@ -98,7 +97,9 @@ class ServerSettings:
 
 def build_app(settings: ServerSettings, *, observers: Sequence[StoreObserver] = ()) -> FastAPI:
     """A rollout server with these settings."""
-    retain = settings.retain_bytes or (512 * 2**20 if settings.data_dir is None else 64 * GIB)
+    retain = settings.retain_bytes
+    if retain is None:
+        retain = 512 * 2**20 if settings.data_dir is None else 64 * 2**30
     store = RolloutStore(observers=observers, env_timeout_s=settings.env_timeout_s, retain_bytes=retain)
     journal = None
     if settings.data_dir is not None:
@@ -366,8 +367,6 @@ def _document_hot_routes(api: FastAPI) -> None:
 
 
 def _from_environment() -> ServerSettings:
-    import os
-
     folder = os.environ.get("ATROPOS_DATA_DIR")
     return ServerSettings(data_dir=Path(folder) if folder else None, token=os.environ.get("ATROPOS_TOKEN"))
 

@@ -296,10 +296,6 @@ def check_extras(size: int, policy_versions: list[list[int]] | None, components:
 # ---- the slow path ------------------------------------------------------------------------------------------------------
 
 
-class _LaxMessages(pydantic.BaseModel):
-    messages: list[list[dict[str, Any]]] | None = None
-
-
 def _slow(body: bytes, *, many: bool) -> list[WireGroup]:
     try:
         value = json.loads(body)

@@ -55,6 +55,12 @@ def talk(server: ServerProcess, *pieces: bytes, pause_s: float = 0.0, replies: i
     return re.findall(rb"HTTP/1.1 \d+ [A-Za-z ]+", answer)
 
 
+@pytest.mark.parametrize("long_way", [(), (b"Origin: http://page",)])
+def test_an_encoding_that_changes_nothing_is_none(server: ServerProcess, long_way: tuple[bytes, ...]) -> None:
+    assert talk(server, request(GROUP, b"Content-Encoding: identity", *long_way)) == [b"HTTP/1.1 200 OK"]
+    assert size(server) == 1
+
+
 def test_a_request_in_pieces(server: ServerProcess) -> None:
     whole = request()
     for cuts in ((5,), (40,), (len(whole) - 10,), (30, 60, len(whole) - 3)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import AsyncIterator
@@ -10,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 
 from atroposlib.api.observer import GroupEvent
@@ -38,10 +38,12 @@ def attach_live_page(app: FastAPI, run_log: RunLog) -> None:
 
     @asynccontextmanager
     async def lifespan(application: FastAPI) -> AsyncIterator[Any]:
-        async with inner(application) as state:
-            catch_up(run_log, application.state.service)
-            yield state
-        run_log.close()
+        try:
+            async with inner(application) as state:
+                catch_up(run_log, application.state.service)
+                yield state
+        finally:
+            run_log.close()
 
     app.router.lifespan_context = lifespan
 
@@ -81,7 +83,7 @@ def _event(service: RolloutService, group: StoredGroup) -> GroupEvent | None:
     )
     try:
         content = event.decode()
-    except (ValueError, json.JSONDecodeError) as error:
+    except (ValueError, msgspec.MsgspecError) as error:
         logger.warning("group %s is in the journal and cannot be read for the page: %s", group.group_id, error)
         return None
     event.scores = [float(score) for score in content["scores"]]

@@ -1,6 +1,6 @@
 """Routes of the live page, for the rollout server (`add_live_routes`) and for a finished run (`create_view_app`).
 
-The page itself (`/live` and its two files) holds no data and is served to anybody the server lets in; everything it shows
+The page itself (`/live` and its files) holds no data and is served to anybody the server lets in; everything it shows
 comes from `/live/api/...`, which follows the server's token rule. A token is given to the page as `/live#token=...`.
 """
 

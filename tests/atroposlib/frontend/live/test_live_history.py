@@ -10,6 +10,8 @@ import pytest
 
 from atroposlib.api.observer import GroupEvent
 from atroposlib.api.run_log import RunLog
+from atroposlib.api.server import ServerSettings, build_app
+from atroposlib.frontend.live.attach import attach_live_page, open_run_log
 from atroposlib.frontend.live.history import GroupFilter, RunHistory
 from atroposlib.frontend.live.routes import PUBLIC_PATHS, create_view_app
 
@@ -119,3 +121,26 @@ async def test_routes(
         assert (await client.get("/live/api/trace/sample/g1/0")).json()["group_id"] == "g1"
         assert (await client.get("/live/api/trace/step/77")).status_code == 404
         assert (await client.get("/live/api/groups", params={"min_score": "x"})).status_code == 422
+
+
+async def test_metrics_count_the_routes_of_the_page_not_what_was_looked_at() -> None:
+    log = open_run_log(None)
+    app = build_app(ServerSettings(), observers=[log])
+    attach_live_page(app, log)
+    transport = httpx.ASGITransport(app=app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://page") as client,
+    ):
+        for number in range(3):
+            group = {"tokens": [[1]], "masks": [[1]], "scores": [0.5], "group_id": f'a "{number}"'}
+            assert (await client.post("/scored_data", json=group)).status_code == 200
+        log.flush()
+        for number in range(3):
+            assert (await client.get(f"/live/api/groups/{number + 1}")).status_code == 200
+            assert (await client.get(f"/live/api/trace/sample/a%20%22{number}%22")).status_code == 200
+        text = (await client.get("/metrics")).text
+    assert 'http_requests_total{path="/live/api/groups/{key}",status="200"} 3' in text
+    assert 'http_requests_total{path="/live/api/trace/sample/{sample_id:path}",status="200"} 3' in text
+    assert 'a "' not in text
+    assert not log.path.exists()
