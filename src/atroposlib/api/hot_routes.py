@@ -105,7 +105,8 @@ class HotRoutes:
             status, detail = _refusal(error)
             await send_json(send, {"detail": detail}, status)
         # A route of the framework is named by its pattern: there are as many paths as there are groups to look at.
-        path: str = getattr(scope.get("route"), "path", scope["path"])
+        route = scope.get("route")
+        path = scope["path"] if route is None else route.path
         self.record(scope["method"], path, status, time.perf_counter() - started)
 
     def record(self, method: str, path: str, status: int, seconds: float) -> None:

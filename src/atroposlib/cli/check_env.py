@@ -4,57 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
-import importlib.util
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
 
-from atroposlib.envs.base import BaseEnv
-from atroposlib.errors import ConfigError, unknown_name_message
-
-
-def load_env_class(target: str) -> type[BaseEnv]:
-    """The class named by ``path.py:Class`` or ``package.module:Class``; without a class the only environment in there."""
-    place, _, class_name = target.rpartition(":") if ":" in target else (target, "", "")
-    module = _import(place)
-    classes = {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, BaseEnv) and value.__module__ == module.__name__
-    }
-    if class_name:
-        found = getattr(module, class_name, None)
-        if not (isinstance(found, type) and issubclass(found, BaseEnv)):
-            raise ConfigError(f"in {place}: {unknown_name_message('environment', class_name, classes)}")
-        return found
-    if len(classes) != 1:
-        raise ConfigError(
-            f"{place} holds {len(classes)} environments ({', '.join(classes) or 'none'}); name one: {place}:ClassName"
-        )
-    return next(iter(classes.values()))
-
-
-def _import(place: str) -> ModuleType:
-    path = Path(place)
-    if path.suffix != ".py":
-        try:
-            return importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"cannot import {place!r} ({error}); give a file (path.py:Class) or an installed module"
-            ) from error
-    if not path.is_file():
-        raise ConfigError(f"no such file: {path}")
-    sys.path.insert(0, str(path.parent.resolve()))  # an environment may import its neighbours
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
+from atroposlib.cli.serve_env import load_env_class
 
 
 def main(argv: Sequence[str] | None = None) -> int:

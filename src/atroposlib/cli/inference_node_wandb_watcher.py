@@ -10,19 +10,15 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from atroposlib.envs.server_handling.slurm import FIRST_PORT, GPUS_PER_NODE
 from atroposlib.errors import MissingExtraError
 from atroposlib.frontend.latest_group import fetch_json
 
 logger = logging.getLogger(__name__)
 
-FIRST_PORT = 9000
-GPUS_PER_NODE = 8
-
 
 def server_ports(tensor_parallel: int) -> list[int]:
-    """One server per ``tensor_parallel`` GPUs, from port 9000 on."""
-    if not 1 <= tensor_parallel <= GPUS_PER_NODE:
-        raise ValueError(f"tp ({tensor_parallel}) must lie between 1 and {GPUS_PER_NODE}")
+    """One server per ``tensor_parallel`` GPUs, as on every node of a Slurm job."""
     return [FIRST_PORT + index for index in range(GPUS_PER_NODE // tensor_parallel)]
 
 
@@ -88,11 +84,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--node_num", "--node-num", type=int, required=True, help="number of this node, part of the metric names"
     )
     arguments = parser.parse_args(argv)
+    if not 1 <= arguments.tp <= GPUS_PER_NODE:
+        parser.error(f"--tp is {arguments.tp}; it must lie between 1 and {GPUS_PER_NODE}, the GPUs of a node")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         import wandb
-    except ImportError as error:
-        raise MissingExtraError("watching inference nodes", package="wandb", extra="wandb") from error
+    except ImportError:
+        missing = MissingExtraError("watching inference nodes", package="wandb", extra="wandb")
+        print(f"inference-node-wandb-watcher: {missing}", file=sys.stderr)
+        return 1
     watch(arguments.api_addr.rstrip("/"), arguments.tp, arguments.node_num, wandb)
     return 0
 

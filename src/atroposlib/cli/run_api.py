@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from atroposlib.access import check_bind
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.cli import make_folder
 
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 logger = logging.getLogger(__name__)
-
-LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,12 +76,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse what would be open to everybody."""
-    if options.host not in LOOPBACK_HOSTS and not options.token and not options.insecure:
-        raise ConfigError(
-            f"--host {options.host} lets other machines in and no token is set; "
-            "give --token (or set ATROPOS_TOKEN), listen on 127.0.0.1, or say --insecure if the network is yours alone"
-        )
+    """Refuse what would be open to everybody, and numbers that make no sense."""
+    check_bind(options.host, token=options.token, insecure=options.insecure)
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port is {options.port}; it must be from 0 (any free one) to 65535")
     if options.env_timeout <= 0:

@@ -26,7 +26,7 @@ WAIT_VARIABLE = "ATROPOS_WAIT_FOR"
 
 
 def load_env_class(spec: str) -> type[BaseEnv]:
-    """The environment class that ``spec`` names."""
+    """The class named by ``path.py:Class`` or ``package.module:Class``; without a class the only environment in there."""
     from atroposlib.envs.base import BaseEnv
 
     place, _, name = spec.rpartition(":") if ":" in spec else (spec, "", "")
@@ -36,9 +36,10 @@ def load_env_class(spec: str) -> type[BaseEnv]:
         for key, value in vars(module).items()
         if inspect.isclass(value) and issubclass(value, BaseEnv) and value.__module__ == module.__name__
     }
-    if name and isinstance(getattr(module, name, None), type):
-        return getattr(module, name)  # type: ignore[no-any-return]
     if name:
+        found = getattr(module, name, None)
+        if inspect.isclass(found) and issubclass(found, BaseEnv):
+            return found
         raise ConfigError(f"{place}: {unknown_name_message('environment', name, known)}")
     if len(known) != 1:
         raise ConfigError(
@@ -54,9 +55,10 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} cannot be loaded as a Python file")
-    sys.path.insert(0, str(path.parent.resolve()))
+    sys.path.insert(0, str(path.parent.resolve()))  # an environment may import its neighbours
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(name, module)
+    if name not in sys.stdlib_module_names:  # others go on importing what they mean
+        sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 

@@ -10,6 +10,8 @@ import asyncio
 import html
 import json
 import logging
+import os
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -48,9 +50,18 @@ def fetch_latest(api_url: str, *, timeout_s: float = 10.0) -> Mapping[str, Any] 
 
 
 def fetch_json(url: str, *, timeout_s: float = 10.0) -> dict[str, Any]:
-    """``GET url`` as a JSON object."""
-    with urllib.request.urlopen(url, timeout=timeout_s) as reply:
-        value = json.load(reply)
+    """``GET url`` of a rollout server as a JSON object, with the token of ATROPOS_TOKEN if there is one."""
+    token = os.environ.get("ATROPOS_TOKEN")
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+            value = json.load(reply)
+    except urllib.error.HTTPError as error:
+        if error.code != 401:
+            raise
+        error.close()
+        problem = "does not take this token" if token else "needs a token"
+        raise PermissionError(f"{url} {problem}; set ATROPOS_TOKEN") from None
     if not isinstance(value, dict):
         raise ValueError(f"{url} answered {type(value).__name__}, not an object")
     return value

@@ -80,13 +80,15 @@ def test_load_env_class_says_what_it_found(tmp_path: Path) -> None:
     assert load_env_class(str(path)).__name__ == "SomeTaskEnv"
     with pytest.raises(ConfigError, match="did you mean 'SomeTaskEnv'"):
         load_env_class(f"{path}:SomeTask")
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="unknown environment 'Path'"):
+        load_env_class("pathlib:Path")
+    with pytest.raises(ConfigError, match="no environment file"):
         load_env_class(str(tmp_path / "nothing.py:X"))
-    with pytest.raises(ConfigError, match="cannot import"):
+    with pytest.raises(ConfigError, match="no environment module"):
         load_env_class("no.such.module:X")
     empty = tmp_path / "empty.py"
     empty.write_text("")
-    with pytest.raises(ConfigError, match="holds 0 environments"):
+    with pytest.raises(ConfigError, match="defines 0 environments"):
         load_env_class(str(empty))
 
 

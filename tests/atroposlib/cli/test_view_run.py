@@ -16,6 +16,7 @@ from fastapi.testclient import TestClient
 from atroposlib.cli import inference_node_wandb_watcher as watcher
 from atroposlib.cli.view_run import StandInTrainer, build_parser, load_decoder, trainer_is_missing
 from atroposlib.frontend.latest_group import create_viewer_app, fetch_latest, render_group
+from atroposlib.testing.api import serve_api
 
 PIXEL = "iVBORw0KGgo" * 8
 GROUP = {"tokens": [[1, 2], [3]], "scores": [1.0, -1.0], "messages": None, "images": [PIXEL, None]}
@@ -44,6 +45,19 @@ def test_reads_the_rollout_server(rollout_server: tuple[str, dict[str, Any]]) ->
     state |= {"info": {"batch_size": 8}, "latest": GROUP}
     assert not trainer_is_missing(url + "/")
     assert fetch_latest(url) == GROUP
+
+
+def test_reads_a_rollout_server_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATROPOS_TOKEN", raising=False)
+    with serve_api("--token", "secret", "--no-live-page") as api:
+        with pytest.raises(OSError, match=f"{api.url}/info needs a token; set ATROPOS_TOKEN"):
+            trainer_is_missing(api.url)
+        monkeypatch.setenv("ATROPOS_TOKEN", "wrong")
+        with pytest.raises(OSError, match="does not take this token; set ATROPOS_TOKEN"):
+            fetch_latest(api.url)
+        monkeypatch.setenv("ATROPOS_TOKEN", "secret")
+        assert trainer_is_missing(api.url)
+        assert fetch_latest(api.url) is None
 
 
 def test_page_decodes_escapes_and_allows_no_foreign_content() -> None:
@@ -156,3 +170,10 @@ def test_watcher_waits_for_the_run_and_logs_on_new_steps() -> None:
     assert sleeps == [1.0, 60.0, 60.0, 60.0]
     assert watcher.server_ports(2) == [9000, 9001, 9002, 9003]
     assert not watcher.is_healthy("http://127.0.0.1:1/health_generate", timeout_s=1.0)
+
+
+def test_watcher_refuses_a_number_of_gpus_that_no_node_has(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        watcher.main(["--api-addr", "http://api", "--tp", "0", "--node-num", "1"])
+    assert ended.value.code == 2
+    assert "--tp is 0; it must lie between 1 and 8" in capsys.readouterr().err
