@@ -19,20 +19,21 @@ def bytes_per_token(layers: list[LayerShape]) -> int:
     return sum((s.key_dim + s.value_dim) * s.kv_heads * s.dtype.itemsize for s in layers)
 
 
-def activation_bytes(model: Any, config: EngineConfig) -> int:
+def activation_bytes(model: Any, config: EngineConfig, max_model_len: int) -> int:
     """What prefill steps need beside weights and cache: a layer's widest tensors, and the logits of a full batch."""
     text = text_config(model.config)
-    tokens = prefill_tokens(config, torch.device("cuda")) + captured_tokens(model, config)
+    tokens = prefill_tokens(config, torch.device("cuda")) + captured_tokens(model, config, max_model_len)
     width = 4 * int(getattr(text, "intermediate_size", 0) or 0) + 8 * int(text.hidden_size)
     return 2 * tokens * width + 6 * config.max_num_seqs * int(text.vocab_size) + (1 << 29)
 
 
-def captured_tokens(model: Any, config: EngineConfig) -> int:
+def captured_tokens(model: Any, config: EngineConfig, max_model_len: int) -> int:
     """Prompt tokens up to which CUDA prefill steps are captured as graphs."""
     if config.exact or not config.cuda_graphs:
         return 0
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return min(prefill_tokens(config, torch.device("cuda")), 16384, int(_CAPTURED_FLOP / (2 * parameters)))
+    ever = min(prefill_tokens(config, torch.device("cuda")), config.max_num_seqs * max_model_len)
+    return min(ever, 16384, int(_CAPTURED_FLOP / (2 * parameters)))
 
 
 def prefill_tokens(config: EngineConfig, device: torch.device) -> int:

@@ -89,7 +89,7 @@ class ModelRunner:
             lean_decode_for(model, config.num_threads) if self.device.type == "cpu" and not config.exact else None
         )
         self.layers = self.record_shapes()
-        reserve = memory.activation_bytes(model, config)
+        reserve = memory.activation_bytes(model, config, max_model_len)
         self.num_blocks = memory.choose_num_blocks(self.layers, config, max_model_len, self.device, reserve)
         self.cache = KVCache.empty(self.layers, self.num_blocks, config.block_size, self.device)
         self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from fastapi import Request
@@ -55,6 +55,11 @@ class PolicyService:
     @property
     def engine(self) -> Any:
         return self.thread.engine
+
+    @cached_property
+    def _longest_text(self) -> int:
+        """Characters no text can exceed that fits into the model: every token as long as the longest there is."""
+        return int(self.engine.max_model_len * max(map(len, self.tokenizer.get_vocab())))
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -133,7 +138,16 @@ class PolicyService:
             )
         except Exception as error:  # a chat template is a program of the model's author and raises what it likes
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._tokens(text, "messages", add_special_tokens=False)
+
+    def _tokens(self, text: str, field: str, **options: Any) -> list[int]:
+        """Token ids of a text; one that cannot fit is refused before time and memory go into it."""
+        if len(text) > self._longest_text:
+            raise RequestError(
+                f"the prompt has {len(text)} characters, which never fit into max_model_len={self.engine.max_model_len} tokens",
+                param=field,
+            )
+        return list(self.tokenizer(text, **options)["input_ids"])
 
     def _prompts(self, prompt: Any) -> list[list[int]]:
         several = isinstance(prompt, list) and bool(prompt) and wire.token_ids_of(prompt) is None
@@ -142,7 +156,7 @@ class PolicyService:
     def _prompt(self, prompt: Any) -> list[int]:
         ids = wire.token_ids_of(prompt)
         if ids is None and isinstance(prompt, str) and prompt:
-            ids = list(self.tokenizer(prompt)["input_ids"])
+            ids = self._tokens(prompt, "prompt")
         if ids is None:
             raise RequestError(f"prompt is {prompt!r:.80}; give text, token ids, or a list of either", param="prompt")
         return ids

@@ -13,13 +13,14 @@ also of an unknown path, is OpenAI's ``{"error": {...}}``.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -37,6 +38,10 @@ from atlaslib.errors import AtroposError, ConfigError, nearest_name
 from atroposlib.access import TokenGate, check_bind
 
 logger = logging.getLogger(__name__)
+
+LARGE_BODY = 32 * 2**10
+"""Bytes: about 10 ms of tokenizing."""
+Parsed = TypeVar("Parsed")
 
 
 def create_app(
@@ -83,7 +88,7 @@ def create_app(
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         """OpenAI chat completions: streaming, n, log-probs, tools, seeds."""
-        parsed = service.parse_chat(await _body(request))
+        parsed = await _parsed(request, service.parse_chat)
         if parsed.stream:
             return _event_stream(await service.stream(parsed, chat=True))
         return await answer(request, parsed, service.replies.chat)
@@ -91,7 +96,7 @@ def create_app(
     @app.post("/v1/completions")
     async def completions_route(request: Request) -> Response:
         """OpenAI completions: text or token ids, echo, log-probs, streaming."""
-        parsed = service.parse_completion(await _body(request))
+        parsed = await _parsed(request, service.parse_completion)
         if parsed.stream:
             return _event_stream(await service.stream(parsed, chat=False))
         return await answer(request, parsed, service.replies.completion)
@@ -99,13 +104,13 @@ def create_app(
     @app.post("/generate")
     async def generate(request: Request) -> Response:
         """Token ids in, token ids, log-probs and policy versions out."""
-        parsed = service.parse_generate(await _body(request))
+        parsed = await _parsed(request, service.parse_generate)
         return await answer(request, parsed, service.replies.generate)
 
     @app.post("/v1/score")
     async def score(request: Request) -> Response:
         """Log-probs of given tokens."""
-        sequences, temperature = _score_request(await _body(request))
+        sequences, temperature = await _parsed(request, _score_request)
         before = service.engine.version
         scored = await service.score(request, sequences, temperature)
         versions = service.versions_of(scored, before)
@@ -199,8 +204,15 @@ async def _counted(service: PolicyService, request: Request, call_next: Any) -> 
         service.metrics.requests[route, status] += 1
 
 
-async def _body(request: Request) -> dict[str, Any]:
+async def _parsed(request: Request, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
+    """The body, read by `parse`: a large one in a thread, since tokenizing it would hold up every other reply."""
     raw = await request.body()
+    if len(raw) < LARGE_BODY:
+        return parse(_json_object(raw))
+    return await asyncio.to_thread(lambda: parse(_json_object(raw)))
+
+
+def _json_object(raw: bytes) -> dict[str, Any]:
     try:
         body = json.loads(raw)
         if b"\\u" in raw:  # an escape may be half a character, which is no text
@@ -255,7 +267,8 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
         allowed = (error.headers or {}).get("Allow", "another method")
         message, code = f"{request.method} does not go with {path}; use {allowed}", "method_not_supported"
     else:
-        guess = nearest_name(path, methods)
+        short = {name.removeprefix("/v1"): name for name in methods}
+        guess = short.get(nearest_name(path.removeprefix("/v1"), short) or "")
         known = ", ".join(f"{' or '.join(names)} {route}" for route, names in methods.items())
         hint = f"did you mean {guess}? There is" if guess else "there is"
         message, code = f"unknown path {path:.200}; {hint} {known}", "unknown_url"

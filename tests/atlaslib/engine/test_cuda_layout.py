@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from atlaslib.engine.attention import Span
+from atlaslib.engine.config import EngineConfig
 from atlaslib.engine.cuda.layout import batch_buckets, captured_sizes, laid_out, prefill_buckets, tiles_of
+from atlaslib.engine.memory import captured_tokens
+from atlaslib.models.tiny import tiny_llama
 
 NO_BLOCKS = np.zeros(0, dtype=np.int64)
 
@@ -40,3 +44,15 @@ def test_what_a_captured_prefill_has_no_tokens_for_touches_nothing() -> None:
     assert reading[15:27].reshape(3, 4).tolist() == [[0, 3, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]]
     assert reading[27:].tolist() == [2, 0]
     assert laid_out(packed, tiles, keep, (3, 1, 1)).tolist() == [*packed.reshape(-1), 0, 3, 0, 1, 2]
+
+
+def test_no_more_prompt_tokens_are_captured_than_can_come_or_pay() -> None:
+    model = tiny_llama()
+    assert captured_tokens(model, EngineConfig(), 512) == 16384
+    assert captured_tokens(model, EngineConfig(max_num_seqs=4), 512) == 2048
+    assert captured_tokens(model, EngineConfig(max_prefill_tokens=100), 512) == 100
+    assert captured_tokens(model, EngineConfig(exact=True), 512) == 0
+    assert captured_tokens(model, EngineConfig(cuda_graphs=False), 512) == 0
+    with torch.device("meta"):
+        large = torch.nn.Linear(100_000, 76_000)  # 7.6 billion parameters
+    assert captured_tokens(large, EngineConfig(), 4096) == 1644

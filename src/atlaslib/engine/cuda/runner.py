@@ -66,7 +66,8 @@ class CudaRunner(ModelRunner):
         widest = max(max(shape.key_dim, shape.value_dim) for shape in self.layers)
         self.tiling = prefill_tiling(widest, self.layers[0].dtype)
         self._prefill_graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        largest = self._sizes_of(max(prefill_buckets(memory.captured_tokens(model, config)), default=0))
+        self.prefill_sizes = prefill_buckets(memory.captured_tokens(model, config, max_model_len))
+        largest = self._sizes_of(max(self.prefill_sizes, default=0))
         self.reading = torch.zeros(3 * largest[0] + 4 * largest[1] + largest[2], dtype=torch.int64, device=self.device)
         self.read_logits: Tensor | None = None
 
@@ -140,7 +141,7 @@ class CudaRunner(ModelRunner):
             for size in reversed(self.buckets):
                 self._graphs[size] = self._captured(partial(self._decode_graph_body, size))
                 self._step_s[size] = self._seconds_of(self._graphs[size][0])
-            for size in reversed(prefill_buckets(memory.captured_tokens(self.model, self.config))):
+            for size in reversed(self.prefill_sizes):
                 self._send_reading(_NO_TOKENS, _NO_TILES, _NO_TILES[:, 0], size)
                 self._prefill_graphs[size], _ = self._captured(partial(self._prefill_graph_body, size))
         count = len(self._graphs) + len(self._prefill_graphs)
