@@ -27,6 +27,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from atlaslib.engine import openai_protocol as wire
 from atlaslib.engine.config import MIN_TEMPERATURE
@@ -206,7 +207,10 @@ async def _counted(service: PolicyService, request: Request, call_next: Any) -> 
 
 async def _parsed(request: Request, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
     """The body, read by `parse`: a large one in a thread, since tokenizing it would hold up every other reply."""
-    raw = await request.body()
+    try:
+        raw = await request.body()
+    except ClientDisconnect as error:
+        raise RequestError("the client went away", status=499) from error
     if len(raw) < LARGE_BODY:
         return parse(_json_object(raw))
     return await asyncio.to_thread(lambda: parse(_json_object(raw)))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import aiohttp
@@ -15,7 +17,8 @@ import openai
 import pytest
 
 from atlaslib.engine import Engine, EngineConfig, EngineThread
-from atlaslib.engine.server import ServerHandle, serve_in_thread
+from atlaslib.engine.policy_service import PolicyService
+from atlaslib.engine.server import LARGE_BODY, ServerHandle, serve_in_thread
 from atlaslib.errors import ConfigError
 from atlaslib.models.tiny import tiny_llama
 from atroposlib.testing.tiny_tokenizer import build_tiny_tokenizer
@@ -45,6 +48,12 @@ def client(served: tuple[EngineThread, Any, ServerHandle]) -> Iterator[openai.Op
 def http(served: tuple[EngineThread, Any, ServerHandle]) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served[2].url, timeout=60) as made:
         yield made
+
+
+def requests(http: httpx.Client, route: str, status: int) -> int:
+    """How often a route gave this status."""
+    found = http.get("/metrics").text.partition(f'{{route="{route}",status="{status}"}} ')[2].split()
+    return int(found[0]) if found else 0
 
 
 def wait_until_idle(http: httpx.Client) -> None:
@@ -346,6 +355,50 @@ def test_a_crash_is_told_in_the_same_form(
     assert "AttributeError" in reply.json()["error"]["message"]
 
 
+def test_a_large_body_holds_nobody_up(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"prompt": "abc", "max_tokens": 4, "seed": 1}
+    wanted = http.post("/v1/completions", json=body).json()["choices"]
+    real, may_go_on = PolicyService.parse_completion, threading.Event()
+
+    def slow(service: PolicyService, body: dict[str, Any]) -> Any:
+        assert may_go_on.wait(30)
+        return real(service, body)
+
+    monkeypatch.setattr(PolicyService, "parse_completion", slow)
+    with ThreadPoolExecutor() as pool:
+        reply = pool.submit(http.post, "/v1/completions", json=body | {"user": "x" * LARGE_BODY})
+        assert http.get("/health").status_code == 200
+        assert not reply.done()
+        may_go_on.set()
+        assert reply.result().json()["choices"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": "x" * 100_000}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
+    ],
+)
+def test_a_text_that_can_never_fit_is_not_tokenized(
+    http: httpx.Client, path: str, body: dict[str, Any], field: str
+) -> None:
+    error = http.post(path, json=body).json()["error"]
+    assert "characters, which never fit into max_model_len=256" in error["message"]
+    assert error["param"] == field
+
+
+def test_a_client_that_leaves_while_it_speaks_is_no_failure(http: httpx.Client) -> None:
+    address, before = http.base_url, requests(http, "/v1/score", 499)
+    with socket.create_connection((address.host, address.port)) as half:
+        half.sendall(b'POST /v1/score HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{"token_ids"')
+        http.get("/health")
+    deadline = time.monotonic() + 30
+    while requests(http, "/v1/score", 499) == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_too_much_at_once_is_429(served: tuple[EngineThread, Any, ServerHandle], http: httpx.Client) -> None:
     body = {"prompt": "a", "n": 64, "max_tokens": 250, "ignore_eos": True, "stream": True}
     with served[0].engine.exclusive(), http.stream("POST", "/v1/completions", json=body) as running:
@@ -405,19 +458,14 @@ def test_health_models_metrics(http: httpx.Client) -> None:
     assert http.get("/health").json() == {"status": "ok", "model": "tiny", "policy_version": 0}
     card = http.get("/v1/models").json()["data"][0]
     assert (card["id"], card["max_model_len"]) == ("tiny", 256)
-    before = unknown_paths(http.get("/metrics").text)
+    before = requests(http, "other", 404)
     for path in ('/a"b', "/c"):
         assert http.get(path).status_code == 404
     text = http.get("/metrics").text
     assert 'atropos_engine_requests_total{route="/health",status="200"}' in text
-    assert unknown_paths(text) == before + 2
+    assert requests(http, "other", 404) == before + 2
     assert '/a"b' not in text
     assert "# TYPE atropos_engine_open_samples gauge\natropos_engine_open_samples 0\n" in text
-
-
-def unknown_paths(metrics: str) -> int:
-    found = metrics.partition('{route="other",status="404"} ')[2].split()
-    return int(found[0]) if found else 0
 
 
 def test_stop_string_and_token(http: httpx.Client) -> None:
