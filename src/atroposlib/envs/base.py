@@ -38,6 +38,7 @@ from atroposlib.envs.worker_budget import QueueStatus, derived_batch_size
 from atroposlib.errors import ConfigError
 from atroposlib.type_definitions import UUID, Item, Message, ScoredDataGroup, ScoredDataItem
 from atroposlib.utils.cli import make_folder
+from atroposlib.utils.gathering import gather_or_cancel
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -176,9 +177,9 @@ class BaseEnv(ABC):
     async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:
         """A group (or a list of groups, or None) for ``item``, and items for the backlog.
 
-        The default makes ``group_size`` rollouts with ``collect_trajectory`` at the same time.
+        The default makes ``group_size`` rollouts with ``collect_trajectory`` at the same time; one that fails ends them all.
         """
-        results = await asyncio.gather(*(self._collect_one(item) for _ in range(self.config.group_size)))
+        results = await gather_or_cancel(*(self._collect_one(item) for _ in range(self.config.group_size)))
         backlog: list[Item] = []
         for rollout, more in results:
             if not isinstance(rollout, dict):

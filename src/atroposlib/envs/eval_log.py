@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from atroposlib.envs.group_writer import JsonlWriter, to_plain
 from atroposlib.utils.display import display_metrics_table
+from atroposlib.utils.gathering import gather_or_cancel
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,7 +53,7 @@ def write_evaluation(
     if verbose:
         display_metrics_table(task_name, metrics, start_time, end_time)
     if eval_dir is None:
-        logger.warning("evaluation of %s not written: data_dir_to_save_evals is not set", task_name)
+        logger.warning("evaluation of %s not written: set data_dir_to_save_evals (EvalBase: eval_dir)", task_name)
         return
     folder = Path(eval_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +87,10 @@ def model_name_of(config: Any, servers: Sequence[Any]) -> str | None:
 
 
 async def gather_bounded(tasks: Iterable[Awaitable[T]], *, max_at_once: int, title: str) -> list[T]:
-    """Await all of ``tasks`` with at most ``max_at_once`` running; results in order, progress in the log."""
+    """Await all of ``tasks`` with at most ``max_at_once`` running; results in order, progress in the log.
+
+    When one fails the others are cancelled.
+    """
     waiting = list(tasks)
     slots = asyncio.Semaphore(max(1, max_at_once))
     done = 0
@@ -103,4 +107,9 @@ async def gather_bounded(tasks: Iterable[Awaitable[T]], *, max_at_once: int, tit
             logger.info("%s: %d of %d", title, done, len(waiting))
         return result
 
-    return await asyncio.gather(*(run(task) for task in waiting))
+    try:
+        return await gather_or_cancel(*(run(task) for task in waiting))
+    finally:
+        for task in waiting:  # after a failure: those whose turn never came
+            if asyncio.iscoroutine(task):
+                task.close()

@@ -76,14 +76,21 @@ def check_group(group: Mapping[str, Any], *, group_size: int, ensure_scores_are_
             f"a group must hold {wanted} sequences and has {have}; set group_overrides['group_size'] to send another size",
         )
     scores = group.get("scores") or []
-    broken = [index for index, score in enumerate(scores) if isinstance(score, float) and not math.isfinite(score)]
+    broken = [index for index, score in enumerate(scores) if not _is_finite(score)]
     if broken:
         return Rejection(
-            "not_finite_score", f"scores {broken} are not finite numbers: {[scores[index] for index in broken]}"
+            "not_finite_score",
+            f"scores {broken} are not finite numbers: {[scores[index] for index in broken]};"
+            " leave out rollouts that could not be scored, or the group",
         )
     if ensure_scores_are_not_same and len(set(scores)) == 1:
         return Rejection("equal_scores", f"all {len(scores)} scores are {scores[0]}")
     return None
+
+
+def _is_finite(score: Any) -> bool:
+    """False for NaN, infinities and None, which is how reward functions mark a completion they failed on."""
+    return score is not None and not (isinstance(score, float) and not math.isfinite(score))
 
 
 def check_lengths(group: Mapping[str, Any], *, max_token_len: int) -> Rejection | None:

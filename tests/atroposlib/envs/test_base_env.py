@@ -245,6 +245,44 @@ async def test_the_evaluation_pool_is_bounded_and_in_order(tiny_tokenizer_dir: P
     assert most == 3
 
 
+async def test_one_failed_rollout_ends_the_others_of_its_group(tiny_tokenizer_dir: Path):
+    ended: list[int] = []
+
+    class Failing(NumbersEnv):
+        num_started = 0
+
+        async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+            self.num_started += 1
+            if (number := self.num_started) == 2:
+                await asyncio.sleep(0.01)
+                raise RuntimeError("rollout 2")
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(number)
+            raise AssertionError
+
+    env = make_env(tiny_tokenizer_dir, None, Failing, group_size=3)
+    with pytest.raises(RuntimeError, match="rollout 2"):
+        await env.collect_trajectories(1)
+    assert ended == [1, 3]
+
+
+async def test_an_evaluation_that_fails_leaves_nothing_running(tiny_tokenizer_dir: Path):
+    env = make_env(tiny_tokenizer_dir, max_eval_workers=2)
+    started: list[int] = []
+
+    async def work(index: int) -> int:
+        started.append(index)
+        await asyncio.sleep(0.01 if index == 0 else 60)
+        raise RuntimeError(f"item {index}")
+
+    with pytest.raises(RuntimeError, match="item 0"):
+        await env.gather_eval(work(index) for index in range(8))
+    assert len(started) <= 3  # the free place may have been taken before the failure was known
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
 async def test_default_group_needs_dicts(tiny_tokenizer_dir: Path):
     class Wrong(NumbersEnv):
         async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:

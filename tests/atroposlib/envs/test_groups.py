@@ -74,6 +74,8 @@ def test_a_logprob_list_of_only_some_rollouts_is_left_out():
         ({"scores": [1.0, 1.0]}, "equal_scores"),
         ({"scores": [float("nan"), 1.0]}, "not_finite_score"),
         ({"scores": [float("inf"), 1.0]}, "not_finite_score"),
+        ({"scores": [None, 1.0]}, "not_finite_score"),
+        ({"scores": [None, None]}, "not_finite_score"),
     ],
 )
 def test_checks_name_the_reason(changes: dict[str, Any], reason: str | None):

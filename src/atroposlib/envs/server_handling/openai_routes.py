@@ -6,7 +6,6 @@ or any other extra field of a reply is kept, and an error carries the status and
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from atroposlib.envs.server_handling.api_server import APIServer
 from atroposlib.envs.server_handling.policy_versions import note_reply_versions
 from atroposlib.envs.server_handling.server_config import OFFICIAL_API_HOST, OFFICIAL_API_URL
 from atroposlib.errors import ConfigError
+from atroposlib.utils.gathering import gather_or_cancel
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -129,7 +129,7 @@ class OpenAIRoutes(APIServer):
     @staticmethod
     async def _one_by_one(call: Any, kwargs: dict[str, Any], count: int) -> list[Any]:
         single = {key: value for key, value in kwargs.items() if key != "n"}
-        return list(await asyncio.gather(*(call(**single) for _ in range(count))))
+        return await gather_or_cancel(*(call(**single) for _ in range(count)))
 
     async def _chat_completion_wrapper(self, **kwargs: Any) -> ChatCompletion:
         reply = chat_completion_from(await self._post("chat/completions", kwargs))

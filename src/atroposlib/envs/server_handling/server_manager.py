@@ -26,6 +26,7 @@ from atroposlib.envs.server_handling.signals import Signal
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import InferenceServerError, InferenceTimeoutError, InferenceUnavailableError
+from atroposlib.utils.gathering import gather_or_cancel
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
@@ -138,7 +139,7 @@ class ServerManager:
         sizes = [self.max_n_completions] * (n // self.max_n_completions)
         if n % self.max_n_completions:
             sizes.append(n % self.max_n_completions)
-        return list(await asyncio.gather(*(self._route(method, {**kwargs, "n": size}) for size in sizes)))
+        return await gather_or_cancel(*(self._route(method, {**kwargs, "n": size}) for size in sizes))
 
     async def _route(self, method: str, kwargs: dict[str, Any]) -> Any:
         split = kwargs.get("split", "train")

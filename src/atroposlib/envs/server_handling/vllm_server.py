@@ -4,7 +4,6 @@ route is missing (``vllm serve``), from ``/v1/completions`` with token ids in an
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from typing import Any
@@ -15,6 +14,7 @@ from atroposlib.envs.server_handling.openai_server import APIServerConfig, resol
 from atroposlib.envs.server_handling.policy_versions import note_reply_versions
 from atroposlib.envs.server_handling.server_config import ReasoningConfig
 from atroposlib.errors import InferenceServerError
+from atroposlib.utils.gathering import gather_or_cancel
 
 __all__ = ["APIServerConfig", "TokenizerOwner", "VLLMServer", "resolve_openai_configs"]
 
@@ -47,7 +47,7 @@ class TokenizerOwner(OpenAIRoutes):
             return await super().tokens_and_logprobs_completion(**kwargs)
         single = {key: value for key, value in kwargs.items() if key != "n"}
         calls = (super(TokenizerOwner, self).tokens_and_logprobs_completion(**single) for _ in range(n))
-        replies = await asyncio.gather(*calls)
+        replies = await gather_or_cancel(*calls)
         outputs = [ids for reply in replies for ids in reply[1]]
         logprobs = [values for reply in replies for values in reply[2]]
         return replies[0][0], outputs, logprobs, [reason for reply in replies for reason in reply[3]]
