@@ -136,7 +136,10 @@ class VerifiersEnv(ForeignEnv):
         for _ in range(self.config.max_rollout_tries):
             rollouts = await self.foreign.call("group", index=index, n=missing, split=split, sampling=sampling)
             recorded = [(rollout, self.endpoint.take(rollout["session"])) for rollout in rollouts]
-            good += [(rollout, nodes) for rollout, nodes in recorded if rollout["error"] is None and nodes]
+            for rollout, nodes in recorded:
+                if rollout["error"] is None and not nodes:
+                    rollout["error"] = "no model call was recorded under its id; its client must send X-Session-ID"
+            good += [(rollout, nodes) for rollout, nodes in recorded if rollout["error"] is None]
             failures = [rollout for rollout, _ in recorded if rollout["error"] is not None]
             self._note_failures(failures)
             missing = len(failures)

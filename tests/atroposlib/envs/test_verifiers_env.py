@@ -125,6 +125,26 @@ async def test_rewards_meet_their_own_tokens(tiny_tokenizer: Any, stand_in: dict
         await env.evaluate()
 
 
+async def test_a_rollout_of_which_nothing_was_recorded_is_a_failure_that_is_told(
+    tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = VerifiersConfig(tokenizer_name=tiny_tokenizer.name_or_path, use_wandb=False, group_size=2)
+    env = VerifiersEnv(config, [], testing=True)
+
+    class Silent:
+        async def call(self, operation: str, *, n: int, **fields: Any) -> list[dict[str, Any]]:
+            return [{"session": f"s{i}", "reward": 1.0, "error": None, "metrics": {}, "agent": ""} for i in range(n)]
+
+        def take(self, rollout: str) -> list[Any]:
+            return []
+
+    env.foreign = env.endpoint = Silent()  # type: ignore[assignment]
+    env.num_failed_rollouts = 0
+    assert await env.collect_trajectories(0) == (None, [])
+    assert env.num_failed_rollouts == 2 * config.max_rollout_tries
+    assert "no model call was recorded under its id" in caplog.text
+
+
 async def test_endpoint_keeps_rollouts_apart_and_strangers_out(tiny_tokenizer: Any) -> None:
     manager = ServerManager([], testing=True)
     script(type("Env", (), {"server": manager, "tokenizer": tiny_tokenizer})(), ["first", "second", "third"])
