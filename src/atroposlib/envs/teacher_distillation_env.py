@@ -164,6 +164,12 @@ class TeacherDistillationEnv(BaseEnv):
             abort_on_any_max_length_exceeded=abort_on_any_max_length_exceeded,
         )
 
+    async def close_servers(self) -> None:
+        """Close the connections to the inference servers and to the teacher's."""
+        await super().close_servers()
+        if self.teacher_server is not None:
+            await self.teacher_server.aclose()
+
     # ------------------------------------------------------------------ command line
 
     @classmethod
@@ -205,17 +211,14 @@ class TeacherDistillationEnv(BaseEnv):
     @classmethod
     def from_cli(cls, settings: RunSettings) -> BaseEnv:
         """Construct with the teacher of the command line, also when the subclass's constructor knows no teacher."""
+        from atroposlib.envs.env_cli import constructor_keywords
+
         teacher = cls._resolve_teacher_server_configs(cls.teacher_config_init(), settings.yaml_config, settings.flags)
-        arguments: dict[str, Any] = {
-            "config": settings.env_config,
-            "server_configs": settings.server_configs,
-            "slurm": settings.slurm,
-            "testing": settings.testing,
-        }
+        keywords = constructor_keywords(cls, settings)
         if "teacher_server_configs" in inspect.signature(cls.__init__).parameters:
-            arguments["teacher_server_configs"] = teacher
+            keywords["teacher_server_configs"] = teacher
         with _hand_over(teacher):
-            return cls(**arguments)
+            return cls(**keywords)
 
 
 @contextmanager

@@ -213,6 +213,28 @@ def test_mixed_into_an_environment_that_knows_no_teacher(
     assert direct.teacher_server.servers[0].config.base_url == TEACHER.base_url
 
 
+def test_mixed_into_an_environment_whose_constructor_takes_two_arguments(
+    tiny_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Short(PlainWithTeacher):
+        def __init__(self, config: Any, server_configs: Any) -> None:
+            super().__init__(config, server_configs, False, True)
+
+    monkeypatch.setattr(PlainWithTeacher, "tokenizer_folder", str(tiny_tokenizer_dir))
+    flags = ["--teacher.base_url", "http://127.0.0.1:2/v1", "--teacher.model_name", str(tiny_tokenizer_dir)]
+    env: Any = build_env(Short, resolve(Short, "serve", flags))
+    assert env.teacher_server.servers[0].config.base_url == "http://127.0.0.1:2/v1"
+
+
+async def test_the_teacher_is_closed_with_the_other_servers(tiny_tokenizer_dir: Path) -> None:
+    same = TEACHER.model_copy(update={"tokenizer_name": str(tiny_tokenizer_dir), "health_check": True})
+    env = Distill(config_for(tiny_tokenizer_dir), [TEACHER], same)
+    (server,) = env.teacher_server.servers
+    server.start_watching()
+    await env.close_servers()
+    assert server.check_task is None
+
+
 def test_teacher_section_of_flags_and_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Distill._resolve_teacher_server_configs(None, {}, {"openai.base_url": "x"}) is None
     captured: dict[str, Any] = {}
