@@ -169,14 +169,23 @@ def train(settings: dict[str, Any], run: dict[str, Any]) -> int:
     name = run.get("trainer", "grpo")
     if name not in TRAINERS:
         raise ConfigError(unknown_name_message("trainer", str(name), TRAINERS))
+    from atlaslib.models.loading import resolve_model_path
     from atlaslib.trainers.grpo_config import GRPOConfig
+    from atlaslib.trainers.run_state import find_checkpoint
 
     settings.setdefault("output_dir", "atropos_train")
+    for table, key in ((settings, "model_name_or_path"), (run, "student_model"), (run, "teacher_model")):
+        if isinstance(table.get(key), str):
+            table[key] = resolve_model_path(table[key])
     config = GRPOConfig(**settings)
     arguments = _trainer_arguments(name, run, config)
     trainer = load_object(TRAINERS[name])(args=config, **arguments)
     resume = run.get("resume", "auto")
-    trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume).lower(), resume))
+    wish = {"true": True, "false": None}.get(str(resume).lower(), resume)
+    checkpoint = find_checkpoint(wish, config.output_dir)
+    if checkpoint is not None:
+        logger.info("going on from %s (resume=false starts anew)", checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint)
     target = run.get("save_final_model") or str(Path(config.output_dir) / "final_model")
     if str(target).lower() not in {"none", "false"}:
         trainer.save_model(target)

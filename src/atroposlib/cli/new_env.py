@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _, class_name = names_of(arguments.name)
     print(f"wrote {environment} and {test}\n\nnext:")
     print(
-        f"  atropos check-env {environment}:{class_name}\n  python -m pytest {test}\n  python {environment} serve --help"
+        f"  atropos check-env {environment}:{class_name}\n  python -m pytest {test}\n"
+        f"  atropos quickstart --env {environment}:{class_name} --model smollm2"
     )
     return 0

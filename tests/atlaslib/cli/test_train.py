@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -143,7 +144,9 @@ def test_what_the_trainer_waits_for_is_shown() -> None:
     assert "INFO atlaslib.data.rollout_source: waiting 15 s for a batch" in result.stderr
 
 
-def test_a_run_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Any) -> None:
+def test_a_run_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     from atlaslib.models.tiny import tiny_model_folder
 
     monkeypatch.chdir(tmp_path)
@@ -153,24 +156,35 @@ def test_a_run_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "my_rewards.py").write_text(
         "def variety(completions, **_):\n    return [float(len(set(text))) for text in completions]\n"
     )
-    code = main(
-        [
-            f"model_name_or_path={folder}",
-            "train_dataset=rows.jsonl",
-            "reward_funcs=my_rewards:variety",
-            "output_dir=out",
-            "max_steps=1",
-            "report_to=none",
-            "per_device_train_batch_size=4",
-            "num_generations=4",
-            "max_completion_length=4",
-            "use_cpu=true",
-            "disable_tqdm=true",
-            "beta=0",
-            "peft.r=2",
-            "peft.target_modules=[q_proj]",
-        ]
-    )
-    assert code == 0
+    words = [
+        f"model_name_or_path={folder}",
+        "train_dataset=rows.jsonl",
+        "reward_funcs=my_rewards:variety",
+        "output_dir=out",
+        "report_to=none",
+        "per_device_train_batch_size=4",
+        "num_generations=4",
+        "max_completion_length=4",
+        "use_cpu=true",
+        "disable_tqdm=true",
+        "beta=0",
+        "peft.r=2",
+        "peft.target_modules=[q_proj]",
+    ]
+    caplog.set_level(logging.INFO, logger="atlaslib.cli.train")
+    assert main([*words, "max_steps=1"]) == 0
     assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text())["step"] == 1
     assert (tmp_path / "out" / "final_model" / "adapter_config.json").is_file()
+    assert "going on from" not in caplog.text
+    assert main([*words, "max_steps=2"]) == 0
+    assert "going on from out/checkpoint-1" in caplog.text
+
+
+def test_smollm2_is_a_name_for_every_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atlaslib.models.smollm2.smollm2_folder", lambda: tmp_path / "where-it-is")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "hello", "ground_truth": "1"}\n')
+    with pytest.raises(ConfigError, match="where-it-is"):
+        main(
+            ["trainer=teacher", "model_name_or_path=smollm2", f"train_dataset={rows}", "report_to=none", "use_cpu=true"]
+        )

@@ -26,7 +26,9 @@ NAME_VARIABLE = "ATROPOS_RUN_NAME"
 def open_run_log(data_dir: Path | None) -> RunLog:
     """The run log beside the journal (in a temporary folder for a server in memory)."""
     run_log = RunLog(None if data_dir is None else data_dir / FILE_NAME)
-    facts = {"name": os.environ.get(NAME_VARIABLE), "tokenizer": os.environ.get(TOKENIZER_VARIABLE)}
+    tokenizer = os.environ.get(TOKENIZER_VARIABLE)
+    # Absolute: `atropos view` reads it later, from any folder.
+    facts = {"name": os.environ.get(NAME_VARIABLE), "tokenizer": tokenizer and os.path.abspath(tokenizer)}
     run_log.set_meta(**{name: value for name, value in facts.items() if value})
     return run_log
 

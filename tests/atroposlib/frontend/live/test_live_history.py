@@ -8,12 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from atroposlib.api.middleware import OPEN_PATHS
 from atroposlib.api.observer import GroupEvent
 from atroposlib.api.run_log import RunLog
 from atroposlib.api.server import ServerSettings, build_app
 from atroposlib.frontend.live.attach import attach_live_page, open_run_log
 from atroposlib.frontend.live.history import GroupFilter, RunHistory
-from atroposlib.frontend.live.routes import PUBLIC_PATHS, create_view_app
+from atroposlib.frontend.live.routes import create_view_app
 
 
 def add(log: RunLog, key: int, *, env: str, score: float, archived: bool = True) -> None:
@@ -107,7 +108,7 @@ async def test_routes(
     monkeypatch.setenv("ATROPOS_PAGE_TOKENIZER", str(tiny_tokenizer_dir))
     transport = httpx.ASGITransport(app=create_view_app(tmp_path))
     async with httpx.AsyncClient(transport=transport, base_url="http://page") as client:
-        for path in PUBLIC_PATHS:
+        for path in OPEN_PATHS - {"/healthz"}:
             reply = await client.get(path)
             assert reply.status_code == 200
             assert "script-src 'self'" in reply.headers["content-security-policy"]
@@ -121,6 +122,13 @@ async def test_routes(
         assert (await client.get("/live/api/trace/sample/g1/0")).json()["group_id"] == "g1"
         assert (await client.get("/live/api/trace/step/77")).status_code == 404
         assert (await client.get("/live/api/groups", params={"min_score": "x"})).status_code == 422
+
+
+def test_the_tokenizer_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATROPOS_PAGE_TOKENIZER", "model")
+    open_run_log(tmp_path).close()
+    assert RunHistory(tmp_path).meta()["tokenizer"] == str(tmp_path / "model")
 
 
 async def test_metrics_count_the_routes_of_the_page_not_what_was_looked_at() -> None:
