@@ -18,7 +18,7 @@ from atlaslib.engine.engine_thread import EngineThread
 from atlaslib.engine.openai_protocol import LogprobsMode, ParsedRequest, RequestError
 from atlaslib.engine.openai_replies import ReplyWriter
 from atlaslib.engine.sequence import Completion
-from atlaslib.errors import AtroposError, EngineInputError
+from atlaslib.errors import AtroposError, ConfigError, EngineInputError
 
 DEFAULT_COMPLETION_TOKENS = 16  # what the official API takes for plain completions
 
@@ -47,6 +47,8 @@ class PolicyService:
         logprobs_mode: LogprobsMode,
         tool_format: str,
     ) -> None:
+        if max_open < 1:
+            raise ConfigError(f"max_open is {max_open}; the server must be allowed to hold at least 1 sample")
         self.thread, self.tokenizer, self.model_name = engine_thread, tokenizer, model_name
         self.max_open, self.logprobs_mode = max_open, logprobs_mode
         self.metrics = ServerMetrics()

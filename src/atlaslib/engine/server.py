@@ -178,6 +178,8 @@ def serve_in_thread(
 ) -> ServerHandle:
     """Serve beside the trainer; ``port`` 0 takes a free one. Returns when the server answers."""
     check_bind(host, token=token, insecure=insecure)
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"the policy server's port is {port}; it must be from 0 (any free one) to 65535")
     app = create_app(engine_thread, tokenizer, model_name, token=token, **options)
     server = uvicorn.Server(
         uvicorn.Config(app, host=host, port=port, log_level="warning", lifespan="off", timeout_graceful_shutdown=3)

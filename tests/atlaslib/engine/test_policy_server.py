@@ -542,6 +542,14 @@ def test_other_addresses_need_a_token(served: tuple[EngineThread, Any, ServerHan
         handle.stop()
 
 
+@pytest.mark.parametrize(("options", "words"), [({"port": 99999}, "port is 99999"), ({"max_open": 0}, "max_open is 0")])
+def test_settings_with_which_nothing_can_be_served(
+    served: tuple[EngineThread, Any, ServerHandle], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        serve_in_thread(served[0], served[1], **options)
+
+
 def test_many_clients_at_once(served: tuple[EngineThread, Any, ServerHandle]) -> None:
     url = f"{served[2].url}/v1/completions"
     replies: list[int] = []
