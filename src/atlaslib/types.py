@@ -132,8 +132,10 @@ class Microbatch:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StepTotals:
-    """What the loss of one optimizer step is divided by: counts over all microbatches and all processes."""
+    """What the loss of one optimizer step is divided by: counts over all micro-steps and all processes."""
 
     num_sequences: float
     num_tokens: float
-    num_microbatches: float
+    num_micro_steps: float
+    num_micro_step_tokens: float | None = None
+    """Trained tokens of the micro-step at hand (bnpo averages over it); None = those of the microbatch"""

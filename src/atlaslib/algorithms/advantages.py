@@ -50,9 +50,11 @@ def compute_advantages(
     means = _sum_by_group(filled, group_index, num_groups) / counts.clamp(min=1)
     centred = torch.where(present, filled - means[group_index], torch.zeros_like(filled))
     group_std = (_sum_by_group(centred**2, group_index, num_groups) / (counts - 1).clamp(min=1)).sqrt()
+    equal = group_std <= 1e-12 * (1.0 + means.abs())  # what is left of equal rewards is the rounding of their mean
+    centred = torch.where(equal[group_index], torch.zeros_like(centred), centred)
     values = _estimate(filled, present, centred, counts, group_std, group_index, estimator, scale)
     values = torch.where(present, values, torch.zeros_like(values))
-    zero_share = float((group_std <= 1e-12).double().mean().item()) if num_groups else 0.0
+    zero_share = float(equal.double().mean().item()) if num_groups else 0.0
     return Advantages(values=values, group_std=group_std, zero_variance_share=zero_share)
 
 

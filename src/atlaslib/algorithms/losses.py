@@ -9,7 +9,7 @@ whole optimizer step over all processes, so the sum over microbatches and proces
 | grpo        | token            | [1 - eps, 1 + eps_high]           | mean over tokens, then over sequences         |
 | dr_grpo     | token            | same                              | sum / (sequences * max_completion_length)     |
 | dapo        | token            | same, eps_high 0.28 by default    | mean over all tokens of the step              |
-| bnpo        | token            | same                              | mean over tokens of each microbatch           |
+| bnpo        | token            | same                              | mean over tokens of each micro-step           |
 | gspo        | sequence (mean)  | same                              | as grpo                                       |
 | cispo       | token, detached  | weight at most 1 + eps_high (5)   | as dapo                                       |
 | rloo        | token            | as grpo                           | sum over tokens, then mean over sequences     |
@@ -29,6 +29,8 @@ from atlaslib.types import StepTotals
 LossType = Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "rloo", "reinforce++"]
 LOSS_TYPES: tuple[str, ...] = get_args(LossType)
 ImportanceCorrection = Literal["none", "tis", "mis"]
+MAX_LOG_RATIO = 20.0
+"""Beyond it a ratio carries no gradient: exp() of a larger one is infinite in float32, and a clipped infinity has the gradient NaN."""
 DEFAULT_EPSILON_HIGH: dict[str, float] = {"dapo": 0.28, "cispo": 4.0}
 
 
@@ -100,7 +102,7 @@ class LossResult:
 def policy_loss(tokens: TokenStreams, options: LossOptions, totals: StepTotals) -> LossResult:
     """The loss of one microbatch as its share of the whole step; see the table in the module docstring."""
     weights = token_weights(options, tokens.sample_index, tokens.sample_lengths, totals)
-    ratio, log_ratio = _ratio(tokens, options)
+    ratio = _ratio(tokens, options)
     objective, clipped = _policy_objective(tokens, options, ratio)
     correction = _importance_weights(tokens, options)
     if correction is not None:
@@ -117,7 +119,7 @@ def policy_loss(tokens: TokenStreams, options: LossOptions, totals: StepTotals) 
     if distill is not None:
         per_token = per_token + options.distill_coef * distill
     loss = (weights.detach() * per_token).sum()
-    return LossResult(loss=loss, sums=_sums(tokens, ratio, log_ratio, clipped, kl, distill, correction))
+    return LossResult(loss=loss, sums=_sums(tokens, ratio, clipped, kl, distill, correction))
 
 
 def token_weights(
@@ -133,16 +135,17 @@ def token_weights(
     if kind == "rloo":
         return ones / max(totals.num_sequences, 1.0)
     if kind == "bnpo":
-        return ones / (max(float(sample_index.shape[0]), 1.0) * max(totals.num_microbatches, 1.0))
+        here = totals.num_micro_step_tokens or float(sample_index.shape[0])
+        return ones / (max(here, 1.0) * max(totals.num_micro_steps, 1.0))
     return ones / max(totals.num_tokens, 1.0)
 
 
-def _ratio(tokens: TokenStreams, options: LossOptions) -> tuple[torch.Tensor, torch.Tensor]:
+def _ratio(tokens: TokenStreams, options: LossOptions) -> torch.Tensor:
     """[T] ratio policy / old, per token or (gspo) the geometric mean over the sequence."""
     log_ratio = tokens.logprobs - tokens.old_logprobs
     if options.loss_type == "gspo":
         log_ratio = _sequence_mean(log_ratio, tokens)[tokens.sample_index]
-    return torch.exp(log_ratio), log_ratio
+    return torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
 
 
 def _sequence_sum(values: torch.Tensor, tokens: TokenStreams) -> torch.Tensor:
@@ -200,7 +203,6 @@ def _distillation(tokens: TokenStreams) -> torch.Tensor | None:
 def _sums(
     tokens: TokenStreams,
     ratio: torch.Tensor,
-    log_ratio: torch.Tensor,
     clipped: tuple[torch.Tensor, torch.Tensor],
     kl: torch.Tensor | None,
     distill: torch.Tensor | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class PolicyUpdate:
             around=CompiledModules() if _compiles(config, accelerator) else contextlib.nullcontext,
         )
         self.options = loss_options(config)
-        self.totals = StepTotals(num_sequences=1, num_tokens=1, num_microbatches=1)
+        self.totals = StepTotals(num_sequences=1, num_tokens=1, num_micro_steps=1)
         if reference is not None and not config.offload_untrained_models:
             reference.to(accelerator.device)
 
@@ -54,7 +55,7 @@ class PolicyUpdate:
         self.totals = StepTotals(
             num_sequences=float(len(samples)),
             num_tokens=float(sum(sample.num_trained_tokens for sample in samples)),
-            num_microbatches=float(count * world),
+            num_micro_steps=float(count * world),
         )
         parts = [batch_sizes.pieces(part, self._config) for part in split_evenly(mine, count)]
         return [[self._layout(piece, model) for piece in part] for part in parts]
@@ -74,8 +75,8 @@ class PolicyUpdate:
         """For a backward pass that runs forward passes again (gradient checkpointing): the attention of ``batch``."""
         return flat_attention(self._accelerator.unwrap_model(model), flat_plan(batch))
 
-    def loss(self, model: Any, batch: Microbatch) -> LossResult:
-        """The loss of one piece as its share of the step."""
+    def loss(self, model: Any, batch: Microbatch, *, num_micro_step_tokens: int | None = None) -> LossResult:
+        """The loss of one piece as its share of the step; ``num_micro_step_tokens``: of all pieces of its micro-step."""
         result = self.forward_logprobs(model, batch, with_entropy=True)
         if batch.num_trained_tokens == 0:
             return LossResult(loss=result.logprobs.sum() * 0.0)
@@ -96,7 +97,7 @@ class PolicyUpdate:
             distill_policy_logprobs=None if batch.distill_ids is None else result.logprobs[:, 1:],
             distill_teacher_logprobs=batch.distill_logprobs,
         )
-        return policy_loss(streams, self.options, self.totals)
+        return policy_loss(streams, self.options, replace(self.totals, num_micro_step_tokens=num_micro_step_tokens))
 
     def _ratio_denominator(self, batch: Microbatch) -> torch.Tensor:
         """[T] the sampler's log-probs where known; with an importance correction the trainer's own before the update."""

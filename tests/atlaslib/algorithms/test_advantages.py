@@ -56,6 +56,12 @@ def test_share_of_groups_that_teach_nothing() -> None:
     assert result.group_std.tolist() == pytest.approx([statistics.stdev(REWARDS[:4]), 0.0])
 
 
+@pytest.mark.parametrize("reward", [0.1, 1e6 / 3])
+def test_equal_rewards_teach_nothing_whatever_their_mean_is_rounded_to(reward: float) -> None:
+    assert compute([reward] * 7, [0] * 7) == [0.0] * 7
+    assert compute([reward] * 7, [0] * 7, estimator="rloo") == [0.0] * 7
+
+
 @pytest.mark.parametrize(
     ("length", "penalty"), [(50, 0.0), (80, 0.0), (90, -0.5), (99, -0.95), (100, -1.0), (120, -1.0)]
 )

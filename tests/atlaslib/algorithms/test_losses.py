@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from atlaslib.algorithms.losses import LOSS_TYPES, LossOptions, TokenStreams, po
 from atlaslib.types import StepTotals
 
 LENGTHS = [3, 1, 4]
-TOTALS = StepTotals(num_sequences=5, num_tokens=20, num_microbatches=2)
+TOTALS = StepTotals(num_sequences=5, num_tokens=20, num_micro_steps=2)
 
 
 def make_streams(
@@ -78,7 +79,7 @@ def reference_loss(streams: TokenStreams, options: LossOptions, totals: StepTota
                 "gspo": 1 / (length * totals.num_sequences),
                 "dr_grpo": 1 / (totals.num_sequences * options.max_completion_length),
                 "rloo": 1 / totals.num_sequences,
-                "bnpo": 1 / (num_tokens_here * totals.num_microbatches),
+                "bnpo": 1 / (num_tokens_here * totals.num_micro_steps),
             }.get(options.loss_type, 1 / totals.num_tokens)
     return total
 
@@ -144,6 +145,36 @@ def test_clipped_tokens_have_no_gradient_and_are_counted() -> None:
     assert int((low | high).sum()) > 0
     assert bool((grad[low | high] == 0).all())
     assert bool((grad[~(low | high)] != 0).all())
+
+
+@pytest.mark.parametrize("sft", [False, True])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_ratio_beyond_all_numbers_leaves_the_gradient_finite(loss_type: Any, sft: bool) -> None:
+    streams = make_streams(torch.float32, reference=False, entropy=False)
+    streams.old_logprobs[::2] = -500.0
+    streams.sft[:] = sft
+    (grad,) = torch.autograd.grad(policy_loss(streams, LossOptions(loss_type=loss_type), TOTALS).loss, streams.logprobs)
+    assert bool(torch.isfinite(grad).all())
+    assert bool((grad != 0).any())
+
+
+def test_bnpo_averages_over_the_micro_step_however_it_is_cut() -> None:
+    streams = make_streams(reference=False, entropy=False)
+    options = LossOptions(loss_type="bnpo")
+    whole = policy_loss(streams, options, TOTALS).loss
+    split = LENGTHS[0]
+    pieces = []
+    for part, lengths in ((slice(None, split), LENGTHS[:1]), (slice(split, None), LENGTHS[1:])):
+        fields = {
+            name: getattr(streams, name)[part]
+            for name in ("logprobs", "old_logprobs", "sampler_logprobs", "advantages", "sft")
+        }
+        index = torch.tensor([i for i, n in enumerate(lengths) for _ in range(n)])
+        pieces.append(
+            TokenStreams(**fields, sample_index=index, sample_lengths=torch.tensor(lengths, dtype=torch.float64))
+        )
+    totals = replace(TOTALS, num_micro_step_tokens=sum(LENGTHS))
+    assert sum(policy_loss(piece, options, totals).loss.item() for piece in pieces) == pytest.approx(whole.item())
 
 
 def test_supervised_tokens_are_cross_entropy() -> None:
