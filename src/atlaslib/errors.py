@@ -39,5 +39,9 @@ class SamplerError(AtroposError, RuntimeError):
         self.status = status
 
 
+class StudentError(AtroposError, RuntimeError):
+    """The student could not answer; the teaching round cannot be scored."""
+
+
 class CheckpointError(AtroposError, RuntimeError):
     """A checkpoint is missing or incomplete."""

@@ -54,6 +54,24 @@ def plain(python: str, tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_
     return run(python, "plain", tmp_path_factory.mktemp("plain"), tiny_tokenizer_dir, processes=1)
 
 
+ZERO = {
+    "zero_allow_untested_optimizer": True, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto", "gradient_clipping": "auto",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "cut", [{"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}, {"backprop_accumulation_steps": 2}]
+)
+def test_a_step_in_parts_equals_the_step(
+    cut: dict[str, int], python: str, plain: dict[str, Any], tmp_path: Path, tiny_tokenizer_dir: Path
+) -> None:
+    zero = {"zero_optimization": {"stage": 2}, **ZERO}
+    found = run(python, "parts", tmp_path, tiny_tokenizer_dir, processes=2, deepspeed=zero, **cut)
+    for name, value in plain["weights"].items():
+        torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("stage", "gather", "by_name"),
     [(2, True, False), (3, True, False), (3, True, True), (3, False, False)],
@@ -68,10 +86,7 @@ def test_two_sharded_processes_equal_one(
     tmp_path: Path,
     tiny_tokenizer_dir: Path,
 ) -> None:
-    zero = {
-        "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True, "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto", "train_batch_size": "auto", "gradient_clipping": "auto",
-    }  # fmt: skip
+    zero = {"zero_optimization": {"stage": stage}, **ZERO}
     if by_name:
         tokenizer = AutoTokenizer.from_pretrained(str(tiny_tokenizer_dir))
         model = tiny_llama(len(tokenizer), hidden=32, seed=1, eos_token_id=tokenizer.eos_token_id)

@@ -133,6 +133,18 @@ def test_sigterm_saves_and_leaves(launch: Any, tmp_path: Path) -> None:
     assert state["global_step"] == 3
 
 
+@pytest.mark.slow
+def test_two_processes_stopped_between_the_iterations_on_a_batch(launch: Any, tmp_path: Path) -> None:
+    # with a correction for the sampler the ratio needs each process's log-probs from before the first iteration
+    options = {**DETERMINISTIC, "importance_correction": "tis"}
+    succeeded(launch("straight", processes=2, **options))
+    succeeded(launch("broken", processes=2, extra={"kill_at": 2, "signal": int(signal.SIGTERM)}, **options))
+    assert (tmp_path / "broken" / "checkpoint-3").is_dir()
+    assert not (tmp_path / "broken" / "checkpoint-4").exists()
+    succeeded(launch("broken", processes=2, extra={"resume": True}, **options))
+    check_resumed(tmp_path)
+
+
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_processes_equal_one(accumulation: int, launch: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {
@@ -176,3 +188,11 @@ def test_sharded_over_two_processes_equals_one(accumulation: int, launch: Any, t
         torch.testing.assert_close(
             second[name], value, rtol=0, atol=3e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def test_a_batch_that_trains_nothing_keeps_processes_and_checkpointing_in_step(launch: Any, tmp_path: Path) -> None:
+    # every completion of the untrained model is cut by the length limit: no process has anything to train
+    options = {"gradient_checkpointing": True, "mask_truncated_completions": True, "beta": 0.0, "max_steps": 2}
+    succeeded(launch("nothing", processes=2, weight_decay=0.0, **options))
+    lines = [json.loads(line) for line in (tmp_path / "nothing" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train/num_trained_tokens"] for line in lines] == [0.0, 0.0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from atlaslib.generation.protocol import Request, SampledCompletion, SamplingSettings
@@ -20,19 +18,14 @@ class EngineSampler:
 
     def generate(self, requests: list[Request], settings: SamplingSettings) -> list[list[SampledCompletion]]:
         """``n`` completions per request, in order."""
-        if self.thread is not None:
-            return self.collect(self.submit(requests, settings), settings)
+        prompts = [request.prompt_ids for request in requests]
         params = [self._params(settings, request) for request in requests]
-        outputs = self.engine.generate([request.prompt_ids for request in requests], params)
+        if self.thread is None:
+            outputs = self.engine.generate(prompts, params)
+        else:
+            futures = [self.thread.submit(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+            outputs = [future.result() for future in futures]
         return [[_to_sampled(completion, settings) for completion in output] for output in outputs]
-
-    def submit(self, requests: list[Request], settings: SamplingSettings) -> list[Future[Any]]:
-        """Start the requests in the engine's thread."""
-        return [self.thread.submit(request.prompt_ids, self._params(settings, request)) for request in requests]
-
-    def collect(self, futures: Sequence[Future[Any]], settings: SamplingSettings) -> list[list[SampledCompletion]]:
-        """Wait for submitted requests."""
-        return [[_to_sampled(completion, settings) for completion in future.result()] for future in futures]
 
     def close(self) -> None:
         """The engine belongs to the trainer; nothing to give back here."""

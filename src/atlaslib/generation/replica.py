@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,17 +37,18 @@ class ReplicaSampler(EngineSampler):
             return
         with self.engine.updating(), torch.no_grad():
             for target, source in zip(self._replica.parameters(), self._policy.parameters(), strict=True):
-                with gathered(source):
-                    whole = source.full_tensor() if hasattr(source, "full_tensor") else source
-                    target.copy_(whole.to(target.device, target.dtype))
+                with whole(source) as tensor:
+                    target.copy_(tensor.to(target.device, target.dtype))
         self.engine.version = self._version = version
 
 
-def gathered(parameter: Any) -> contextlib.AbstractContextManager[Any]:
-    """DeepSpeed's gathering for a ZeRO-3 parameter; nothing for others."""
+@contextlib.contextmanager
+def whole(parameter: Any) -> Iterator[torch.Tensor]:
+    """A parameter put together from its shards for the length of the block; all processes take part. Others as they are."""
     if not hasattr(parameter, "ds_id"):
-        return contextlib.nullcontext()
+        yield parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        return
     import deepspeed
 
-    context: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter])
-    return context
+    with deepspeed.zero.GatheredParameters([parameter]):
+        yield parameter

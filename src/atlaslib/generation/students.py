@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from atlaslib.data.prompts import PromptEncoder, derive_seed
-from atlaslib.errors import AtroposError, ConfigError
+from atlaslib.errors import ConfigError, StudentError
 from atlaslib.generation.protocol import Request, Sampler, SamplingSettings
 
 Chat = list[dict[str, str]]
-
-
-class StudentError(AtroposError, RuntimeError):
-    """The student could not answer; the teaching round cannot be scored."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -31,9 +27,6 @@ class Student(Protocol):
 
     def answer(self, chats: Sequence[Chat], settings: SamplingSettings, *, seed: int) -> list[StudentReply]:
         """One reply per chat, in order."""
-
-    def close(self) -> None:
-        """Give back what the student holds."""
 
 
 class ModelStudent:
@@ -61,10 +54,6 @@ class ModelStudent:
             )
             for output in outputs
         ]
-
-    def close(self) -> None:
-        """Close the sampler."""
-        self._sampler.close()
 
     def _prompt(self, chat: Chat) -> Any:
         """A tokenizer without a chat template gets the messages as plain text."""
@@ -96,9 +85,6 @@ class EndpointStudent:
     def answer(self, chats: Sequence[Chat], settings: SamplingSettings, *, seed: int) -> list[StudentReply]:
         """One reply per chat, asked concurrently; transient failures are retried, a lasting one raises :class:`StudentError`."""
         return asyncio.run(self._answer(chats, settings, seed))
-
-    def close(self) -> None:
-        """Clients live for one call only."""
 
     async def _answer(self, chats: Sequence[Chat], settings: SamplingSettings, seed: int) -> list[StudentReply]:
         from openai import AsyncOpenAI, OpenAIError
@@ -133,6 +119,4 @@ class EndpointStudent:
 
 def with_stops(settings: SamplingSettings, stop_token_ids: tuple[int, ...]) -> SamplingSettings:
     """The same settings, ending at the student's own end tokens."""
-    from dataclasses import replace
-
     return replace(settings, stop_token_ids=stop_token_ids)

@@ -12,7 +12,10 @@ from atlaslib.generation.protocol import Request, SampledCompletion, SamplingSet
 
 
 class TransformersSampler:
-    """Left-padded batches through ``generate``; log-probs from the raw logits of each step."""
+    """Left-padded batches through ``generate``; log-probs from the raw logits of each step.
+
+    ``synced_gpus``: the model is sharded, so every process goes on until the last one is done.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class TransformersSampler:
         for row, prompt in enumerate(prompts):
             ids[row, width - len(prompt) :] = torch.tensor(prompt, device=device)
             mask[row, width - len(prompt) :] = 1
-        with _evaluation_mode(self._model), torch.no_grad(), _seeded(seed, device):
+        with evaluation_mode(self._model), torch.no_grad(), _seeded(seed, device):
             output = self._model.generate(
                 input_ids=ids, attention_mask=mask, generation_config=self._config(settings), synced_gpus=self._synced
             )
@@ -116,7 +119,8 @@ class TransformersSampler:
 
 
 @contextlib.contextmanager
-def _evaluation_mode(model: Any) -> Iterator[None]:
+def evaluation_mode(model: Any) -> Iterator[None]:
+    """No dropout inside this block."""
     was_training = model.training
     model.eval()
     try:

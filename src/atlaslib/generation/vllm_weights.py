@@ -10,6 +10,7 @@ import torch
 
 from atlaslib.data.packing import build_microbatch
 from atlaslib.generation.protocol import PROBE_TOKENS
+from atlaslib.generation.transformers_sampler import evaluation_mode
 from atlaslib.generation.weight_export import export_weights
 from atlaslib.types import TrainingSample
 
@@ -66,7 +67,7 @@ def trainer_scorer(trainer: GRPOTrainer) -> Scorer:
             temperature=temperature,
         )
         batch = build_microbatch([sample], device=trainer.accelerator.device)
-        with torch.no_grad():
+        with evaluation_mode(trainer.model), torch.no_grad():
             result = trainer.update.forward_logprobs(trainer.model, batch)
         return [float(value) for value in result.logprobs[:, 0]]
 

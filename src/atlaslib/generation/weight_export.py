@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from atlaslib.generation.replica import gathered
+from atlaslib.generation.replica import whole
 
 
 def export_weights(model: Any, folder: Path, *, untie: bool = True, tokenizer: Any = None, writes: bool = True) -> Path:
@@ -88,7 +88,5 @@ def full_state(model: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
     """A sharded tensor put together; others as they are."""
-    if hasattr(value, "ds_id"):
-        with gathered(value):
-            return value.detach().clone()
-    return value.full_tensor() if hasattr(value, "full_tensor") else value.detach()  # type: ignore[no-any-return, attr-defined]
+    with whole(value) as tensor:
+        return tensor.detach().clone() if hasattr(value, "ds_id") else tensor.detach()

@@ -45,7 +45,7 @@ def evaluate(trainer: GRPOTrainer, dataset: Any, prefix: str) -> dict[str, float
 
 
 def _rollouts(trainer: GRPOTrainer, rows: Sequence[dict[str, Any]]) -> list[Rollout]:
-    trainer.sampler_host.sync(trainer.policy_version)
+    trainer.sync_sampler()
     numbered = [(index, dict(rows[index])) for index in range(len(rows))]
     mine = share(numbered, trainer.accelerator.process_index, trainer.accelerator.num_processes)
     local = trainer.rollout(

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 
 from atlaslib.algorithms.losses import LossResult
@@ -197,21 +198,39 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
         """Forward and backward of one micro-step, piece by piece; returns its share of the step's loss."""
         model.train()
         total = torch.zeros((), device=self.accelerator.device)
+        tokens = sum(piece.num_trained_tokens for piece in inputs)
         for number, piece in enumerate(inputs):
             last = number == len(inputs) - 1
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
+            with contextlib.nullcontext() if last else self._accumulating(model):
                 with self.sampler_host.exclusive_forward(), self.metrics.time("forward"), self.accelerator.autocast():
-                    result = self.update.loss(model, piece)
+                    result = self.update.loss(model, piece, num_micro_step_tokens=tokens)
                 with (
                     self.sampler_host.exclusive_backward(),
                     self.metrics.time("backward"),
                     self._recomputing(model, piece),
                 ):
-                    self.accelerator.backward(result.loss * self.accelerator.num_processes)
+                    self._backward(result.loss * self.accelerator.num_processes)
             self._collect(result)
             total = total + result.loss.detach() * self.accelerator.num_processes
         self._sums["loss"] = self._sums.get("loss", 0.0) + float(total) / self.accelerator.num_processes
         return total
+
+    @contextlib.contextmanager
+    def _accumulating(self, model: Any) -> Iterator[None]:
+        """More pieces of this micro-step follow: processes do not exchange gradients, and DeepSpeed does not step, yet."""
+        gradients = self.accelerator.gradient_state
+        before = gradients.sync_gradients
+        gradients._set_sync_gradients(False)
+        try:
+            with self.accelerator.no_sync(model):
+                yield
+        finally:
+            gradients._set_sync_gradients(before)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        """DeepSpeed is told not to divide by the micro-steps: the loss is a share of the step already."""
+        by_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        self.accelerator.backward(loss, **({"scale_wrt_gas": False} if by_deepspeed else {}))
 
     def _recomputing(self, model: Any, piece: Microbatch) -> contextlib.AbstractContextManager[None]:
         """Gradient checkpointing runs the forward pass again during the backward pass."""
@@ -223,7 +242,8 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The loss of a list of microbatches (without a backward pass)."""
-        losses = [self.update.loss(model, piece).loss for piece in inputs]
+        tokens = sum(piece.num_trained_tokens for piece in inputs)
+        losses = [self.update.loss(model, piece, num_micro_step_tokens=tokens).loss for piece in inputs]
         total = torch.stack(losses).sum()
         return (total, None) if return_outputs else total
 
@@ -260,6 +280,10 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
         assert self.prompt_order is not None
         return [dict(self._rows[index]) for index in self.prompt_order.rows(round_index, refill)]
 
+    def sync_sampler(self) -> None:
+        """Bring the sampler to the present weights before a round of rollouts; all processes call it."""
+        self.sampler_host.sync(self.policy_version)
+
     def rollout(
         self,
         rows: Sequence[dict[str, Any]],
@@ -291,7 +315,7 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
         table = self.rewards.score(inputs, {"trainer_state": self.state})
         rollouts.apply_rewards(made, table)
         for name, count in table.failures.items():
-            self.metrics.put(f"rewards/{name}_failed", float(count))
+            self.metrics.count(f"rewards/{name}_failed", count)
         self.rewards.raise_if_broken(min_prompts=2)  # one prompt may be the data's fault; the end of the run asks again
 
     def annotate(self, samples: list[TrainingSample], made: Sequence[Rollout]) -> list[TrainingSample]:
@@ -393,8 +417,7 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """The rollout position goes in first, ``trainer_state.json`` last: a checkpoint with it is complete."""
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        if self.is_world_process_zero():
-            run_state.save(folder, self)
+        run_state.save(folder, self)
         super()._save_checkpoint(model, trial)
         if self.service is not None:
             self.service.commit(self.state.global_step)

@@ -113,6 +113,10 @@ def has_adapter(model: Any) -> bool:
 
 def make_reference(model: Any, config: GRPOConfig) -> Any:
     """A frozen copy of the policy; None when beta is 0 or an adapter can be switched off instead."""
+    if has_adapter(model) and config.sync_ref_model:
+        raise ConfigError(
+            "sync_ref_model=True with an adapter: the reference is the model without it, which never moves; leave one out"
+        )
     if config.beta == 0.0 or has_adapter(model):
         return None
     if next(model.parameters()).device.type == "meta":

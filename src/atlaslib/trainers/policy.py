@@ -59,7 +59,9 @@ class PolicyForward:
             targets = torch.cat([targets, batch.distill_ids], dim=1)
         temperature = batch.temperature if self._at_temperature else torch.ones_like(batch.temperature)
         if batch.num_trained_tokens == 0:
-            return TokenLogprobs(hidden.sum(-1, keepdim=True)[:0] + 0.0 * hidden.sum(), None)
+            # DDP waits for a gradient of every parameter from every process, of the head's too
+            everything = sum((parameter.sum() for parameter in head.parameters()), hidden.sum())
+            return TokenLogprobs(0.0 * everything.expand(0, 1), None)
         if not is_plain_linear(head):
             return _module_head_logprobs(
                 head, picked, targets, temperature, self._chunk_size, head_options(base.config), with_entropy

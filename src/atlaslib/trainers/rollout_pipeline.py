@@ -30,7 +30,6 @@ class RolloutPipeline:
             self._ahead = min(self._ahead, 1)
         self._pending: deque[tuple[int, Future[list[Rollout]]]] = deque()
         self._worker: ThreadPoolExecutor | None = None
-        self.num_refused_stale = 0
 
     @property
     def is_asynchronous(self) -> bool:
@@ -40,12 +39,12 @@ class RolloutPipeline:
         """The rollouts of a round, on every process; asks for the following rounds before it returns."""
         trainer = self._trainer
         if not self.is_asynchronous:
-            trainer.sampler_host.sync(trainer.policy_version)
+            trainer.sync_sampler()
             return self._fill(round_index, self._local(round_index, 0))
         while self._pending and self._pending[0][0] != round_index:
             self._pending.popleft()[1].cancel()
         if not self._pending:
-            trainer.sampler_host.sync(trainer.policy_version)
+            trainer.sync_sampler()
             self._ask(round_index)
         with trainer.metrics.time("waiting"):
             local = self._pending.popleft()[1].result()
@@ -65,7 +64,7 @@ class RolloutPipeline:
         last = -(-trainer.state.max_steps // trainer.config.num_iterations)
         newest = self._pending[-1][0] if self._pending else round_index
         if not self._pending:
-            trainer.sampler_host.sync(trainer.policy_version)
+            trainer.sync_sampler()
         for wanted in range(newest + 1, round_index + self._ahead + 1):
             if wanted < last:
                 self._ask(wanted)
@@ -104,20 +103,21 @@ class RolloutPipeline:
         if not config.dynamic_sampling:
             return made
         made = drop_equal_groups(made)
-        wanted = trainer.sizes.prompts_per_batch
-        for refill in range(1, config.dynamic_sampling_max_rounds):
-            groups = list(dict.fromkeys(rollout.group_id for rollout in made))
-            if len(groups) >= wanted:
-                break
-            made += drop_equal_groups(self._gather(self._local(round_index, refill)))
-            trainer.metrics.put("rollout/dynamic_rounds", float(refill))
-        kept = set(list(dict.fromkeys(rollout.group_id for rollout in made))[:wanted])
+        wanted, refills = trainer.sizes.prompts_per_batch, 0
+        while len(_group_ids(made)) < wanted and refills < config.dynamic_sampling_max_rounds:
+            refills += 1
+            made += drop_equal_groups(self._gather(self._local(round_index, refills)))
+        trainer.metrics.put("rollout/dynamic_rounds", float(refills))
+        kept = set(_group_ids(made)[:wanted])
         return [rollout for rollout in made if rollout.group_id in kept]
 
     def _gather(self, local: list[Rollout]) -> list[Rollout]:
         trainer = self._trainer
         made = run_state.gather_lists(trainer.accelerator, local)
         fresh = drop_stale(made, version=trainer.policy_version, bound=trainer.config.staleness_bound)
-        self.num_refused_stale += len(made) - len(fresh)
-        trainer.metrics.put("rollout/num_refused_stale", float(len(made) - len(fresh)))
+        trainer.metrics.count("rollout/num_refused_stale", len(made) - len(fresh))
         return fresh
+
+
+def _group_ids(made: list[Rollout]) -> list[str]:
+    return list(dict.fromkeys(rollout.group_id for rollout in made))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from atlaslib.errors import CheckpointError
+from atlaslib.generation.replica import whole
 from atlaslib.types import TrainingSample
 
 if TYPE_CHECKING:
@@ -87,18 +88,23 @@ def is_complete(path: Path) -> bool:
 
 
 def save(folder: Path, trainer: GRPOTrainer) -> None:
-    """Rollout position and the samples still to be trained on (more than one iteration per batch)."""
+    """Rollout position and the samples still to be trained on (more than one iteration per batch).
+
+    All processes call it, the first one writes.
+    """
+    unfinished = trainer.state.global_step % trainer.config.num_iterations != 0
+    mine = [[_listed(piece.old_logprobs) for piece in part] for part in trainer.step_batch] if unfinished else []
+    old_logprobs = gather_lists(trainer.accelerator, [mine])
+    if not trainer.is_world_process_zero():
+        return
     folder.mkdir(parents=True, exist_ok=True)
     source = trainer.service.source if trainer.service is not None else None
-    unfinished = trainer.state.global_step % trainer.config.num_iterations != 0
     state = {
         "global_step": trainer.state.global_step,
         "policy_version": trainer.policy_version,
         "batch_seq": None if source is None else source.last_seq,
         "samples": [dataclasses.asdict(sample) for sample in trainer.step_samples] if unfinished else [],
-        "old_logprobs": [[_listed(piece.old_logprobs) for piece in part] for part in trainer.step_batch]
-        if unfinished
-        else [],
+        "old_logprobs": old_logprobs,
         "extra": trainer.extra_state(),
     }
     temporary = folder / (STATE_NAME + ".partial")
@@ -128,14 +134,21 @@ def restore(trainer: GRPOTrainer) -> None:
     trainer.step_batch = []
     if trainer.step_samples:
         trainer.lay_out_step(trainer.config.gradient_accumulation_steps)
-        for part, saved in zip(trainer.step_batch, state["old_logprobs"], strict=False):
-            for piece, values in zip(part, saved, strict=False):
-                piece.old_logprobs = (
-                    None
-                    if values is None
-                    else torch.tensor(values, dtype=torch.float32, device=trainer.accelerator.device)
-                )
+        _restore_old_logprobs(trainer, state["old_logprobs"])
     trainer.restore_extra_state(state.get("extra") or {})
+
+
+def _restore_old_logprobs(trainer: GRPOTrainer, saved: list[Any]) -> None:
+    """This process's part of the saved ones; where the batch is cut otherwise now, they are computed anew."""
+    accelerator = trainer.accelerator
+    mine = saved[accelerator.process_index] if len(saved) == accelerator.num_processes else []
+    counts = [[piece.num_trained_tokens for piece in part] for part in trainer.step_batch]
+    if [[len(values or []) for values in rows] for rows in mine] != counts:
+        return
+    for part, rows in zip(trainer.step_batch, mine, strict=True):
+        for piece, values in zip(part, rows, strict=True):
+            if values is not None:
+                piece.old_logprobs = torch.tensor(values, dtype=torch.float32, device=accelerator.device)
 
 
 def _listed(values: torch.Tensor | None) -> list[float] | None:
@@ -155,8 +168,8 @@ def sync_reference(trainer: GRPOTrainer) -> None:
     policy = trainer.accelerator.unwrap_model(trainer.model)
     with torch.no_grad():
         for target, source in zip(trainer.reference.parameters(), policy.parameters(), strict=True):
-            full = source.full_tensor() if hasattr(source, "full_tensor") else source
-            target.lerp_(full.to(target.device, target.dtype), alpha)
+            with whole(source) as tensor:
+                target.lerp_(tensor.to(target.device, target.dtype), alpha)
 
 
 def gather_lists(accelerator: Any, local: list[Item]) -> list[Item]:

@@ -13,6 +13,7 @@ from atlaslib.generation.replica import ReplicaSampler, whole_copy
 
 if TYPE_CHECKING:
     from atlaslib.trainers.grpo import GRPOTrainer
+    from atlaslib.trainers.grpo_config import GRPOConfig
 
 logger = logging.getLogger(__name__)
 CACHE_SHARE = 0.3
@@ -139,20 +140,15 @@ class SamplerHost:
         self._sampler = _MAKERS[kind](self._trainer)
 
     def _engine_sampler(self) -> Sampler:
-        from atlaslib.engine import Engine, EngineConfig
         from atlaslib.generation.engine_sampler import EngineSampler
 
         trainer = self._trainer
-        settings = {
-            "memory_fraction": CACHE_SHARE,
-            "update_mode": "in_flight"
-            if trainer.config.policy_server_port is not None or trainer.pipeline.is_asynchronous
-            else "drain",
-            **(trainer.config.engine_kwargs or {}),
-        }
+        in_flight = trainer.config.policy_server_port is not None or trainer.pipeline.is_asynchronous
         policy = trainer.accelerator.unwrap_model(trainer.model)
         model = policy if self._replica is None else self._replica.to(trainer.accelerator.device)
-        self._engine = Engine(model, trainer.processing_class, EngineConfig(**settings))
+        self._engine = make_engine(
+            model, trainer.processing_class, trainer.config, update_mode="in_flight" if in_flight else "drain"
+        )
         self._engine.version = trainer.policy_version
         if self._replica is not None:
             return ReplicaSampler(self._engine, self._replica, policy)
@@ -181,6 +177,14 @@ class SamplerHost:
         logger.info("the policy is served at %s", self._server.url)
 
 
+def make_engine(model: Any, tokenizer: Any, config: GRPOConfig, **settings: Any) -> Any:
+    """An engine beside the update: ``engine_kwargs`` win over ``settings``, and its cache leaves the update its memory."""
+    from atlaslib.engine import Engine, EngineConfig
+
+    chosen = {"memory_fraction": CACHE_SHARE, **settings, **(config.engine_kwargs or {})}
+    return Engine(model, tokenizer, EngineConfig(**chosen))
+
+
 def is_zero3(trainer: GRPOTrainer) -> bool:
     """DeepSpeed with sharded parameters."""
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
@@ -190,8 +194,11 @@ def is_zero3(trainer: GRPOTrainer) -> bool:
 def _transformers_sampler(trainer: GRPOTrainer) -> Sampler:
     from atlaslib.generation.transformers_sampler import TransformersSampler
 
+    sharded = is_zero3(trainer) or trainer.is_fsdp_enabled
     return TransformersSampler(
-        trainer.accelerator.unwrap_model(trainer.model), pad_id=trainer.processing_class.pad_token_id
+        trainer.accelerator.unwrap_model(trainer.model),
+        pad_id=trainer.processing_class.pad_token_id,
+        synced_gpus=sharded and trainer.accelerator.num_processes > 1,
     )
 
 
@@ -207,13 +214,8 @@ def _vllm_server_sampler(trainer: GRPOTrainer) -> Sampler:
     return VLLMServerSampler.for_trainer(trainer)
 
 
-def _no_sampler(trainer: GRPOTrainer) -> Sampler:
-    raise ConfigError(f"sampler {trainer.config.sampler!r} is not known")
-
-
 _MAKERS = {
     "transformers": _transformers_sampler,
     "vllm": _vllm_sampler,
     "vllm_server": _vllm_server_sampler,
-    "auto": _no_sampler,
 }

@@ -9,6 +9,7 @@ from typing import Any
 from atlaslib.data.packing import build_microbatch
 from atlaslib.errors import ConfigError
 from atlaslib.generation.protocol import SamplingSettings
+from atlaslib.generation.transformers_sampler import evaluation_mode
 from atlaslib.trainers.batch_sizes import BatchSizes
 from atlaslib.trainers.grpo import GRPOTrainer
 from atlaslib.trainers.rollouts import Rollout
@@ -37,6 +38,9 @@ class SFTTrainer(GRPOTrainer):
         batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * self.accelerator.num_processes
         return BatchSizes(num_generations=1, prompts_per_batch=batch, generation_calls=1)
 
+    def sync_sampler(self) -> None:
+        """Nothing is sampled."""
+
     def rollout(
         self,
         rows: Sequence[dict[str, Any]],
@@ -62,11 +66,11 @@ class SFTTrainer(GRPOTrainer):
         return samples
 
     def evaluation_metrics(self, made: Sequence[Rollout]) -> dict[str, float]:
-        """``loss``: mean negative log-prob per completion token of the held-out rows, and its perplexity."""
+        """``loss``: mean negative log-prob per completion token of the held-out rows, its perplexity, and minus it as the reward."""
         import torch
 
         total, count = 0.0, 0
-        with torch.no_grad():
+        with evaluation_mode(self.model), torch.no_grad():
             for start in range(0, len(made), self.config.per_device_eval_batch_size):
                 part = [
                     given_sample(rollout) for rollout in made[start : start + self.config.per_device_eval_batch_size]
@@ -74,7 +78,7 @@ class SFTTrainer(GRPOTrainer):
                 logprobs = self.update.forward_logprobs(self.model, plain_microbatch(part, self)).logprobs[:, 0]
                 total, count = total - float(logprobs.sum()), count + logprobs.shape[0]
         loss = total / max(count, 1)
-        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "reward": -loss}
 
     def _given(self, row: dict[str, Any], group_id: str) -> Rollout:
         prompt = self.prompt_encoder.encode(row)

@@ -8,6 +8,7 @@ import logging
 import math
 import resource
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -27,28 +28,31 @@ def memory_in_use() -> str:
 
 
 class StepMetrics:
-    """Values of the step in progress and of the logging window."""
+    """Values of the step in progress and of the logging window; rollouts made ahead measure from a thread of their own."""
 
     def __init__(self, *, verbose: bool = False) -> None:
         self._verbose = verbose
         self._step: dict[str, list[float]] = defaultdict(list)
+        self._counts: dict[str, float] = defaultdict(float)
         self._seconds: dict[str, float] = defaultdict(float)
         self._window: dict[str, list[float]] = defaultdict(list)
         self._started = time.perf_counter()
+        self._lock = threading.Lock()
 
     def restart(self) -> None:
         """The clock of the next step starts now."""
         self._started = time.perf_counter()
 
-    def add(self, **values: float) -> None:
-        """One observation each; names may not hold slashes here, see :meth:`put`."""
-        for name, value in values.items():
-            self.put(name, value)
-
     def put(self, name: str, value: float) -> None:
         """One observation of ``area/name``; a step's value is the mean of its observations. NaN is left out."""
         if not math.isnan(value):
-            self._step[name].append(float(value))
+            with self._lock:
+                self._step[name].append(float(value))
+
+    def count(self, name: str, number: int) -> None:
+        """Add to ``area/name``; a step's value is the sum."""
+        with self._lock:
+            self._counts[name] += number
 
     @contextlib.contextmanager
     def time(self, name: str) -> Iterator[None]:
@@ -58,25 +62,25 @@ class StepMetrics:
             yield
         finally:
             seconds = time.perf_counter() - start
-            self._seconds[name] += seconds
+            with self._lock:
+                self._seconds[name] += seconds
             if self._verbose:
                 logger.info("%s took %.4f s; %s", name, seconds, memory_in_use())
-
-    def add_seconds(self, name: str, seconds: float) -> None:
-        """Add to ``time/<name>_s``."""
-        self._seconds[name] += seconds
 
     def close_step(self) -> dict[str, float]:
         """The step's values; starts the next step."""
         now = time.perf_counter()
-        values = {name: sum(observed) / len(observed) for name, observed in self._step.items() if observed}
-        values.update({f"time/{name}_s": seconds for name, seconds in self._seconds.items()})
+        with self._lock:
+            values = {name: sum(observed) / len(observed) for name, observed in self._step.items()}
+            values.update(self._counts)
+            values.update({f"time/{name}_s": seconds for name, seconds in self._seconds.items()})
+            self._step.clear()
+            self._counts.clear()
+            self._seconds.clear()
         values["time/step_s"] = now - self._started
         if "train/num_tokens" in values and values["time/step_s"] > 0:
             values["train/tokens_per_s"] = values["train/num_tokens"] / values["time/step_s"]
         self._started = now
-        self._step.clear()
-        self._seconds.clear()
         for name, value in values.items():
             self._window[name].append(value)
         return values

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from atlaslib.errors import ConfigError
+from atlaslib.errors import ConfigError, UnsupportedModelError
 from atlaslib.generation.protocol import Sampler, SamplingSettings
 from atlaslib.generation.students import EndpointStudent, ModelStudent, Student
 from atlaslib.rewards.reward_calls import on_device
@@ -27,6 +27,7 @@ from atlaslib.trainers import model_setup
 from atlaslib.trainers.grpo import GRPOTrainer
 from atlaslib.trainers.grpo_config import GRPOConfig
 from atlaslib.trainers.rollouts import Rollout
+from atlaslib.trainers.samplers import make_engine
 from atlaslib.trainers.teaching_dialogue import TeachingTemplates
 from atlaslib.trainers.teaching_round import TeachingRound, save_dialogues, save_successes, teaching_metrics
 from atlaslib.types import TrainingSample
@@ -186,13 +187,18 @@ class TeacherGRPOTrainer(GRPOTrainer):
         )
 
     def _student_sampler(self, model: Any, tokenizer: Any, offload: bool) -> Sampler:
+        from atlaslib.generation.engine_sampler import EngineSampler
         from atlaslib.generation.transformers_sampler import TransformersSampler
 
         if not offload and self.config.sampler_kind == "engine":
-            from atlaslib.engine import Engine, EngineConfig
-            from atlaslib.generation.engine_sampler import EngineSampler
-
-            return EngineSampler(Engine(model, tokenizer, EngineConfig(**(self.config.engine_kwargs or {}))))
+            try:
+                return EngineSampler(make_engine(model, tokenizer, self.config))
+            except UnsupportedModelError as error:
+                if self.config.sampler == "engine":
+                    raise
+                logger.warning(
+                    "the student answers with transformers' generate instead of the embedded engine: %s", error
+                )
         device = self.accelerator.device
         around = (lambda: on_device(model, device, True)) if offload else contextlib.nullcontext
         return TransformersSampler(model, pad_id=tokenizer.pad_token_id or 0, around_generation=around)

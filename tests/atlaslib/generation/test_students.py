@@ -8,10 +8,10 @@ import pytest
 
 from atlaslib.engine import Engine, EngineConfig, EngineThread
 from atlaslib.engine.server import serve_in_thread
-from atlaslib.errors import ConfigError
+from atlaslib.errors import ConfigError, StudentError
 from atlaslib.generation.engine_sampler import EngineSampler
 from atlaslib.generation.protocol import SamplingSettings
-from atlaslib.generation.students import EndpointStudent, ModelStudent, StudentError
+from atlaslib.generation.students import EndpointStudent, ModelStudent
 
 CHATS = [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]]
 SETTINGS = SamplingSettings(max_tokens=8)

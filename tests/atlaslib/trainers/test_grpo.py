@@ -194,6 +194,21 @@ def test_dynamic_sampling_refills_groups_that_differ(
     assert max(line.get("rollout/dynamic_rounds", 0) for line in lines) >= 1
 
 
+def test_dynamic_sampling_gives_up_after_so_many_refills(
+    small_model: Any, make_config: Any, tiny_tokenizer: Any, rows: Any
+) -> None:
+    calls: list[int] = []
+
+    def all_alike(completions: list[str], **_: Any) -> list[float]:
+        calls.append(len(completions))
+        return [1.0] * len(completions)
+
+    config = make_config(max_steps=1, dynamic_sampling=True, dynamic_sampling_max_rounds=3)
+    GRPOTrainer(small_model(), all_alike, config, train_dataset=rows, processing_class=tiny_tokenizer).train()
+    assert calls == [16] * (1 + 3)
+    assert read_metrics(config.output_dir)[0]["rollout/dynamic_rounds"] == 3
+
+
 def test_evaluation_reports_the_reward_and_the_best_model_is_loaded(
     small_model: Any, make_config: Any, tiny_tokenizer: Any, rows: Any, letters: Any
 ) -> None:
@@ -238,6 +253,18 @@ def test_lora_uses_the_base_as_reference(
     assert torch.equal(base, before)
 
 
+def test_a_reference_that_cannot_move_is_an_error(small_model: Any, make_config: Any, tiny_tokenizer: Any) -> None:
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError, match="sync_ref_model=True with an adapter"):
+        GRPOTrainer(
+            small_model(),
+            args=make_config(beta=0.1, sync_ref_model=True),
+            processing_class=tiny_tokenizer,
+            peft_config=adapter,
+        )
+
+
 def test_gradient_checkpointing_gives_the_same_update(
     small_model: Any, make_config: Any, tiny_tokenizer: Any, rows: Any, letters: Any, tmp_path: Path
 ) -> None:
@@ -269,3 +296,39 @@ def test_the_default_config_names_a_folder() -> None:
 
     assert isinstance(default_config("org/name"), GRPOConfig)
     assert default_config("org/name").output_dir == "name-GRPO"
+
+
+def test_gradients_are_exchanged_and_the_optimizer_steps_only_after_the_last_piece(
+    small_model: Any, make_config: Any, tiny_tokenizer: Any, rows: Any, letters: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(
+        max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=2, backprop_accumulation_steps=4
+    )
+    trainer = GRPOTrainer(small_model(), letters, config, train_dataset=rows, processing_class=tiny_tokenizer)
+    backward, boundaries = trainer.accelerator.backward, []
+
+    def noted(loss: Any, **kwargs: Any) -> None:
+        boundaries.append(trainer.accelerator.sync_gradients)
+        backward(loss, **kwargs)
+
+    monkeypatch.setattr(trainer.accelerator, "backward", noted)
+    trainer.train()
+    assert boundaries == [False] * 7 + [True]
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo"])
+def test_pieces_of_a_backward_pass_give_the_gradients_of_the_whole(
+    loss_type: str, small_model: Any, make_config: Any, tiny_tokenizer: Any, rows: Any, letters: Any
+) -> None:
+    weights = []
+    for pieces in (None, 4):
+        config = make_config(
+            max_steps=1, loss_type=loss_type, backprop_accumulation_steps=pieces, optim="sgd", max_grad_norm=0.0
+        )
+        model = small_model()
+        GRPOTrainer(model, letters, config, train_dataset=rows, processing_class=tiny_tokenizer).train()
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-6)
+    assert (
+        float((weights[0] - torch.cat([p.detach().flatten() for p in small_model().parameters()])).abs().max()) > 1e-4
+    )

@@ -73,3 +73,38 @@ def test_completion_forms() -> None:
     assert completion_text({"completion": [{"role": "assistant", "content": "x"}]}) == "x"
     with pytest.raises(ConfigError, match="give text"):
         completion_text({"completion": 3})
+
+
+def test_the_best_model_is_the_one_with_the_lowest_loss(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    args = config(tmp_path, max_steps=3, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1)
+    trainer = SFTTrainer(
+        tiny_llama(), args=args, train_dataset=ROWS, eval_dataset=ROWS, processing_class=tiny_tokenizer
+    )
+    trainer.train()
+    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    assert losses[3] == min(losses.values())
+    assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-3")
+
+
+def test_nothing_is_sampled_so_no_sampler_is_made(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    trainer = SFTTrainer(
+        tiny_llama(),
+        args=config(tmp_path, max_steps=1),
+        train_dataset=ROWS,
+        eval_dataset=ROWS,
+        processing_class=tiny_tokenizer,
+    )
+    trainer.train()
+    trainer.evaluate()
+    assert trainer.sampler_host.engine is None
+
+
+def test_evaluation_runs_without_dropout(tmp_path: Path, tiny_tokenizer: Any) -> None:
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    args = config(tmp_path, max_steps=1, disable_dropout=False)
+    trainer = SFTTrainer(model, args=args, train_dataset=ROWS, eval_dataset=ROWS, processing_class=tiny_tokenizer)
+    model.train()
+    assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
+    assert model.training

@@ -13,10 +13,11 @@ import pytest
 import torch
 from small_config import small_config
 
-from atlaslib.errors import ConfigError
+from atlaslib.errors import ConfigError, UnsupportedModelError
 from atlaslib.generation.students import StudentReply
 from atlaslib.models.tiny import tiny_llama
 from atlaslib.trainers.grpo_config import GRPOConfig
+from atlaslib.trainers.samplers import CACHE_SHARE
 from atlaslib.trainers.sft import SFTTrainer
 from atlaslib.trainers.teacher_trainers import TeacherGRPOTrainer
 from atlaslib.trainers.teaching_round import teaching_metrics, wilson_interval
@@ -90,9 +91,6 @@ class ScriptedStudent:
             StudentReply(text=f"#### {messages[-1]['content'][0]}", num_tokens=settings.max_tokens)
             for messages in chats
         ]
-
-    def close(self) -> None:
-        pass
 
 
 def make(folder: Path, **changes: Any) -> TeacherGRPOTrainer:
@@ -207,6 +205,27 @@ def test_trains_saves_and_evaluates(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[0]["student_accuracy"] == 0.0
+
+
+def test_the_students_engine_leaves_the_update_its_memory(tmp_path: Path) -> None:
+    engine = make(tmp_path, student_model=tiny_llama(seed=5)).student._sampler.engine  # type: ignore[attr-defined]
+    assert engine.config.memory_fraction == CACHE_SHARE
+
+
+def test_a_student_the_engine_does_not_know_answers_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    odd = MambaForCausalLM(
+        MambaConfig(vocab_size=259, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0, eos_token_id=2)
+    )
+    trainer = make(tmp_path, student_model=odd, max_probe_tokens=3)
+    assert "instead of the embedded engine" in caplog.text
+    (start,) = trainer.teaching.ask_student(ROWS[:1], seed=1)
+    assert 1 <= start.probe.num_tokens <= 3
+    with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
+        make(tmp_path, student_model=odd, sampler="engine")
 
 
 def test_unknown_placeholder_is_refused_at_start(tmp_path: Path) -> None:
