@@ -23,6 +23,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from atroposlib.access import is_loopback
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy_models import (
@@ -53,7 +54,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 DEFAULT_SESSION_TTL_S = 3600.0
 
 
@@ -161,7 +161,7 @@ class Guard:
 
     def admin(self, request: Request) -> None:
         """Changing the backends."""
-        is_local = request.client is not None and request.client.host in LOOPBACK
+        is_local = request.client is not None and is_loopback(request.client.host)
         if self._has_token(request) or (self.token is None and is_local and "x-forwarded-for" not in request.headers):
             return
         raise HTTPException(403, "backends can only be changed with the proxy's token, or from the same machine")
@@ -276,9 +276,7 @@ def _add_session_routes(app: FastAPI, proxy: Proxy) -> None:
     @app.post("/{session_id}/v1/completions")
     async def completion(session_id: str, request: Request) -> JSONResponse:
         session = proxy.session(session_id)
-        fields = {key: value for key, value in (await request.json()).items() if key not in ("model", "stream")}
-        if not isinstance(fields.get("prompt"), str):
-            raise HTTPException(400, "prompt must be a text")
+        fields = await _completion_fields(request)
         with _in_flight(session):
             reply = await session.managed_server.completion(**fields)
         return JSONResponse({**reply.model_dump(), "id": f"cmpl-{uuid.uuid4().hex[:12]}"})
@@ -305,6 +303,16 @@ def _add_session_routes(app: FastAPI, proxy: Proxy) -> None:
         if not proxy.sessions.close(session_id):
             raise HTTPException(404, f"session {session_id!r} does not exist or has expired")
         return {"status": "deleted", "uuid": session_id}
+
+
+async def _completion_fields(request: Request) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except ValueError as error:
+        raise HTTPException(400, f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict) or not isinstance(body.get("prompt"), str):
+        raise HTTPException(400, "the body must be an object whose prompt is a text")
+    return {key: value for key, value in body.items() if key not in ("model", "stream")}
 
 
 async def _chat_reply(session: SessionState, request: ChatCompletionProxyRequest) -> dict[str, Any]:
@@ -369,7 +377,7 @@ def main(argv: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO)
     request = SetupRequest(**json.loads(Path(arguments.config).read_text()))
     token = arguments.token
-    if token is None and arguments.host not in LOOPBACK:
+    if token is None and not is_loopback(arguments.host):
         token = secrets.token_urlsafe(24)
         logger.warning("listening on %s, so sessions need a token: ATROPOS_PROXY_TOKEN=%s", arguments.host, token)
     app = create_app(

@@ -194,6 +194,13 @@ def _open(client: TestClient, **body: Any) -> str:
     return str(client.post("/sessions/create", json=body).json()["uuid"])
 
 
+@pytest.mark.parametrize("body", [b"{", b"[1]", b"{}", b'{"prompt": [1, 2]}', b"\xff"])
+def test_a_completion_without_a_prompt_is_the_callers_mistake(client: TestClient, body: bytes) -> None:
+    reply = client.post(f"/{_open(client)}/v1/completions", content=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].startswith("the body")
+
+
 def test_sessions_and_their_routes(client: TestClient, harness: HarnessServer) -> None:
     health = client.get("/health").json()
     assert health == {"status": "ok", "model": "policy", "sessions": 0, "servers": 1, "healthy_servers": 1}
