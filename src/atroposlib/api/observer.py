@@ -43,26 +43,8 @@ class GroupEvent:
         return decode_group(self.payload)
 
 
-class StoreObserver(Protocol):
-    """Implement what you need; subclass `IgnoreAll` for the rest."""
-
-    def group_accepted(self, event: GroupEvent) -> None: ...
-
-    def group_rejected(self, env_id: int | None, reason: str) -> None: ...
-
-    def batch_formed(self, seq: int, group_ids: list[str]) -> None: ...
-
-    def batch_delivered(self, seq: int) -> None: ...
-
-    def batch_acked(self, seq: int) -> None: ...
-
-    def committed(self, seq: int, step: int) -> None: ...
-
-    def reported(self, source: str, step: int, time: float, metrics: dict[str, float]) -> None: ...
-
-
-class IgnoreAll:
-    """An observer that does nothing; a base class for those that care about a few events."""
+class StoreObserver:
+    """What an observer is told; override what you care about."""
 
     def group_accepted(self, event: GroupEvent) -> None:
         """A group was validated, journalled and stored."""

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from atroposlib.api.observer import GroupEvent
+from atroposlib.api.observer import GroupEvent, StoreObserver
 from atroposlib.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ _INTO_METRICS = "INSERT INTO metrics (time, source, step, name, value)"
 _ROWS_AT_ONCE = 100
 
 
-class RunLog:
+class RunLog(StoreObserver):
     """Writes the run log; an observer of the rollout store.
 
     Example: ``log = RunLog(folder / "run_log.sqlite"); store = RolloutStore(observers=[log]); ...; log.close()``

@@ -1,7 +1,7 @@
 """Run untrusted Python in a process of its own, with limits on time, memory, files and network.
 
 What it does: a fresh interpreter in isolated mode, in an empty folder that is removed afterwards, without the parent's
-environment variables; CPU, memory, file-size and process limits by the kernel; a wall-clock limit that ends the whole
+environment variables; limits on CPU time, memory, file size and open files by the kernel; a wall-clock limit that ends the whole
 process group; no network: a network namespace of its own where the kernel allows one, and an audit hook that refuses
 sockets and child processes everywhere. What it is not: a virtual machine. Code that escapes the interpreter (through
 ctypes, say) can read what this user can read; run it as a user with nothing to lose, or in a container.
@@ -10,6 +10,7 @@ ctypes, say) can read what this user can read; run it as a user with nothing to 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import resource
@@ -89,12 +90,8 @@ async def _finish(process: asyncio.subprocess.Process, stdin: str, timeout_s: fl
 
 def _end_group(process: asyncio.subprocess.Process) -> None:
     """End the process and whatever it started; it leads a session of its own, so its pid names the group."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # gone already, its number perhaps somebody else's
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    except PermissionError:  # already gone and reaped
-        pass
 
 
 def _limit(timeout_s: float, memory_mb: int) -> None:

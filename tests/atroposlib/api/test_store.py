@@ -9,7 +9,7 @@ import pytest
 from atroposlib.api.environments import Environments
 from atroposlib.api.events import BatchAcked, BatchFormed, Committed, EnvGone, Registered, Started, WasReset
 from atroposlib.api.leases import BatchLedger, LeaseState
-from atroposlib.api.observer import GroupEvent, IgnoreAll
+from atroposlib.api.observer import GroupEvent, StoreObserver
 from atroposlib.api.store import RolloutStore, SeenIds
 from atroposlib.api.wire import WireError, WireGroup
 
@@ -204,7 +204,7 @@ def test_ids_are_remembered_up_to_a_bound() -> None:
 
 
 def test_observers_hear_what_happens_and_cannot_harm() -> None:
-    class Watcher(IgnoreAll):
+    class Watcher(StoreObserver):
         def __init__(self) -> None:
             self.heard: list[GroupEvent] = []
 

@@ -42,16 +42,6 @@ class AsyncSemWithAdaptiveWeight(asyncio.Semaphore):
         floor = min(self.min_val(), self.max_val - 1)
         return max(0, math.ceil(self._value - floor - 1e-9))
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests queued for a slot."""
-        return sum(1 for future in self._queue if not future.done())
-
-    @property
-    def num_in_use(self) -> int:
-        """Requests holding a slot."""
-        return self.max_val - self._value
-
     def locked(self) -> bool:
         """Whether ``acquire`` would wait."""
         return self.free_slots() == 0 or any(not future.done() for future in self._queue)

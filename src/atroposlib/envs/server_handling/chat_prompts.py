@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -15,15 +14,6 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 # Private-use characters: no template looks for them, so what is between them passes through untouched.
 HIDDEN_OPEN, HIDDEN_CLOSE = "\ue0f0think\ue0f1", "\ue0f0/think\ue0f1"
 PROBE_REPLY = "Probe4reply"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TemplateFacts:
-    """What a tokenizer's chat template does, found out by rendering a short conversation."""
-
-    turn_end: str | None  # text after an assistant's reply, e.g. "<|im_end|>\n"; None when it cannot be told
-    is_append_only: bool  # a longer conversation begins with the text of the shorter one
-    drops_thinking: bool  # think blocks of earlier turns vanish
 
 
 def plain_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -146,39 +136,30 @@ def _call_identity(call: Any) -> tuple[str, str]:
     return str(function.get("name")), json.dumps(value, sort_keys=True, default=str)
 
 
-_facts_of_template: dict[tuple[int, int], tuple[Any, TemplateFacts]] = {}
+_turn_ends: dict[tuple[int, int], tuple[Any, str | None]] = {}
 
 
-def template_facts(tokenizer: Any) -> TemplateFacts:
-    """What the tokenizer's template does to earlier turns; found out once per tokenizer and template."""
+def turn_end_of(tokenizer: Any) -> str | None:
+    """What the tokenizer's template writes after an assistant's reply, e.g. ``"<|im_end|>\\n"``; None when it cannot be told.
+
+    Found out once per tokenizer and template.
+    """
     key = (id(tokenizer), hash(str(getattr(tokenizer, "chat_template", None))))
-    known = _facts_of_template.get(key)
+    known = _turn_ends.get(key)
     if known is not None and known[0] is tokenizer:
         return known[1]
-    facts = probe_template(tokenizer)
-    if len(_facts_of_template) > 64:
-        _facts_of_template.clear()
-    _facts_of_template[key] = (tokenizer, facts)
-    return facts
+    if len(_turn_ends) > 64:
+        _turn_ends.clear()
+    _turn_ends[key] = (tokenizer, _probe_turn_end(tokenizer))
+    return _turn_ends[key][1]
 
 
-def probe_template(tokenizer: Any) -> TemplateFacts:
-    """Render a two-turn conversation and look at what happened to its first turn."""
+def _probe_turn_end(tokenizer: Any) -> str | None:
+    probe = [{"role": "user", "content": "Probe question"}, {"role": "assistant", "content": PROBE_REPLY}]
     try:
-        first = [{"role": "user", "content": "Probe question"}]
-        reply = {"role": "assistant", "content": PROBE_REPLY}
-        thought = {"role": "assistant", "content": f"{THINK_OPEN}\nProbe thought\n{THINK_CLOSE}\n\n{PROBE_REPLY}"}
-        more = [{"role": "user", "content": "Probe more"}]
-        prompt = render_chat(tokenizer, first, add_generation_prompt=True)
-        finished = render_chat(tokenizer, [*first, reply], add_generation_prompt=False)
-        longer = render_chat(tokenizer, [*first, reply, *more], add_generation_prompt=True)
-        kept = render_chat(tokenizer, [*first, thought, *more], add_generation_prompt=True, keep_thinking=False)
+        finished = render_chat(tokenizer, probe, add_generation_prompt=False)
     except Exception as error:  # boundary: templates are user-supplied programs and may raise anything
         logger.debug("the chat template could not be probed: %s", error)
-        return TemplateFacts(turn_end=None, is_append_only=False, drops_thinking=False)
-    place = finished.rfind(PROBE_REPLY)
-    return TemplateFacts(
-        turn_end=finished[place + len(PROBE_REPLY) :] if place >= 0 else None,
-        is_append_only=finished.startswith(prompt + PROBE_REPLY) and longer.startswith(finished),
-        drops_thinking="Probe thought" not in kept,
-    )
+        return None
+    _, found, end = finished.rpartition(PROBE_REPLY)
+    return end if found else None

@@ -20,7 +20,7 @@ from atroposlib.envs.server_handling.chat_prompts import (
     conversation_keys,
     plain_messages,
     render_chat,
-    template_facts,
+    turn_end_of,
     with_reasoning_in_content,
 )
 from atroposlib.envs.server_handling.dummy_managed_server import DummyManagedServer, ManagedServerAdapter
@@ -63,7 +63,7 @@ CHAT_ONLY_FIELDS = frozenset({
     "verbosity", "web_search_options",
 })
 # fmt: on
-_templates_warned_about: set[str] = set()
+_warned_about: set[str] = set()
 
 
 class ManagedServer:
@@ -224,7 +224,7 @@ class ManagedServer:
         tools: Sequence[Any] | None,
         template_kwargs: dict[str, Any] | None,
     ) -> Prefix | None:
-        turn_end = template_facts(self.tokenizer).turn_end
+        turn_end = turn_end_of(self.tokenizer)
         found = self._tree.find_conversation(keys)
         if found is None:
             by_text = self._tree.find_text(prompt)
@@ -405,6 +405,6 @@ def _tokenizer_of(server: Any) -> Any:
 
 
 def _warn_once(key: str, message: str) -> None:
-    if key not in _templates_warned_about:
-        _templates_warned_about.add(key)
+    if key not in _warned_about:
+        _warned_about.add(key)
         logger.warning("%s", message)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from atroposlib.envs.server_handling.adaptive_semaphore import AsyncSemWithAdaptiveWeight
@@ -21,7 +20,6 @@ __all__ = [
     "resolve_openai_configs",
 ]
 
-ServerConfigs = ServerBaseline | APIServerConfig | Sequence[APIServerConfig]
 FLAG_PREFIX = "openai."
 
 

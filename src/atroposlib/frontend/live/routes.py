@@ -14,19 +14,11 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Response
 from fastapi.responses import FileResponse, JSONResponse, RedirectResponse
 
+from atroposlib.api.middleware import PAGE_FILES
 from atroposlib.api.run_log import RunLog
 from atroposlib.frontend.live.history import GroupFilter, RunHistory
 
 HERE = Path(__file__).parent
-FILES = {
-    "": "index.html",
-    "app.js": "app.js",
-    "charts.js": "charts.js",
-    "reader.js": "reader.js",
-    "style.css": "style.css",
-}
-PUBLIC_PATHS = frozenset({"/live", *(f"/live/{name}" for name in FILES if name)})
-"""What needs no token: files without data."""
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -40,8 +32,9 @@ def add_live_routes(app: FastAPI, run_log: RunLog | str | Path) -> None:
     """Serve the page and its data under `/live` of ``app``."""
     history = RunHistory(run_log.path if isinstance(run_log, RunLog) else run_log)
     live = isinstance(run_log, RunLog)
-    for name, file in FILES.items():
-        app.get(f"/live/{name}" if name else "/live", include_in_schema=False)(_file_route(HERE / file))
+    app.get("/live", include_in_schema=False)(_file_route(HERE / "index.html"))
+    for name in PAGE_FILES:
+        app.get(f"/live/{name}", include_in_schema=False)(_file_route(HERE / name))
 
     @app.get("/live/api/overview", include_in_schema=False)
     def overview(after: int = 0) -> Response:

@@ -6,9 +6,8 @@ from typing import Any
 
 from atroposlib.envs.server_handling.chat_prompts import (
     conversation_keys,
-    probe_template,
     render_chat,
-    template_facts,
+    turn_end_of,
     with_reasoning_in_content,
 )
 
@@ -23,18 +22,14 @@ DROPS_THINKING = (
 )
 
 
-def test_facts_of_an_append_only_template(tiny_tokenizer: Any) -> None:
-    facts = probe_template(tiny_tokenizer)
-    assert (facts.turn_end, facts.is_append_only, facts.drops_thinking) == ("<|im_end|>\n", True, False)
-    assert template_facts(tiny_tokenizer) is template_facts(tiny_tokenizer)
-
-
-def test_facts_change_with_the_template(tiny_tokenizer: Any) -> None:
-    assert not template_facts(tiny_tokenizer).drops_thinking
-    tiny_tokenizer.chat_template = DROPS_THINKING
-    assert template_facts(tiny_tokenizer).drops_thinking
+def test_the_end_of_a_turn_changes_with_the_template(tiny_tokenizer: Any) -> None:
+    assert turn_end_of(tiny_tokenizer) == "<|im_end|>\n"
+    tiny_tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    assert turn_end_of(tiny_tokenizer) == "</s>"
+    tiny_tokenizer.chat_template = "{{ messages[0].content }}"
+    assert turn_end_of(tiny_tokenizer) is None
     tiny_tokenizer.chat_template = "{{ raise_exception('never') }}"
-    assert template_facts(tiny_tokenizer).turn_end is None
+    assert turn_end_of(tiny_tokenizer) is None
 
 
 def test_think_blocks_survive_templating(tiny_tokenizer: Any) -> None:

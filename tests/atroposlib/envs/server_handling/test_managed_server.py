@@ -310,7 +310,7 @@ async def test_tool_choice_none_and_length(server: IdServer) -> None:
 async def test_tools_need_a_parser(
     server: IdServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(managed_server_module, "_templates_warned_about", set())
+    monkeypatch.setattr(managed_server_module, "_warned_about", set())
     server.tokenizer.chat_template = TOOL_TEMPLATE
     server.replies = [CALL]
     reply = await ManagedServer(server).chat_completion(messages=[_user("a")], tools=TOOLS)
@@ -374,7 +374,7 @@ async def test_tool_results_continue_a_reply_the_template_writes_differently(ser
 async def test_a_template_that_drops_thinking_branches_and_says_so_once(
     server: IdServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(managed_server_module, "_templates_warned_about", set())
+    monkeypatch.setattr(managed_server_module, "_warned_about", set())
     server.tokenizer.chat_template = QWEN3_LIKE
     managed = ManagedServer(server, preserve_think_blocks=None)
     messages = [_user("a")]
