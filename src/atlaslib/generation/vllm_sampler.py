@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from atlaslib.errors import MissingExtraError, SamplerError
+from atlaslib.errors import ConfigError, MissingExtraError, SamplerError
 from atlaslib.generation.protocol import PROBE_TOKENS, Request, SampledCompletion, SamplingSettings
 from atlaslib.generation.vllm_weights import WeightFolder, probe_ids, trainer_scorer
 
@@ -28,8 +27,6 @@ class VLLMSampler:
         self._folder, self._score = WeightFolder(trainer), trainer_scorer(trainer)
         self._probe_ids = probe_ids(trainer.model.config, config.vllm_max_model_len)
         self._version: int | None = trainer.policy_version
-        if config.vllm_device not in (None, "auto"):
-            os.environ["VLLM_DEVICE"] = str(config.vllm_device)
         self._sleep_level = config.vllm_sleep_level if can_sleep() else 0
         self._asleep = False
         self._llm = vllm.LLM(
@@ -42,6 +39,7 @@ class VLLMSampler:
             enable_sleep_mode=self._sleep_level > 0,
             logprobs_mode="processed_logprobs" if config.unbias_log_probabilities else "raw_logprobs",
             seed=config.seed,
+            **device_options(config.vllm_device),
         )
 
     def sync(self, version: int) -> None:
@@ -113,6 +111,21 @@ class VLLMSampler:
                 f"the in-process vLLM does not carry the weights of version {version}: log-probs differ by {gap:.3g} on average "
                 f"(allowed {self._config.vllm_probe_tolerance:g})"
             )
+
+
+def device_options(device: str | None) -> dict[str, Any]:
+    """``vllm_device`` as arguments of ``vllm.LLM``: ``cuda:1`` is the second GPU; the kind of device is that of the installed vLLM."""
+    if device is None or device == "auto":
+        return {}
+    from vllm.platforms import current_platform
+
+    kind, _, number = device.partition(":")
+    if kind != current_platform.device_type or (number and not number.isdigit()):
+        raise ConfigError(
+            f"vllm_device is {device!r}, but the installed vLLM runs on {current_platform.device_type!r}; use 'auto', "
+            f"{current_platform.device_type!r} or {current_platform.device_type + ':1'!r}"
+        )
+    return {"device_ids": [int(number)]} if number else {}
 
 
 def can_sleep() -> bool:

@@ -156,7 +156,7 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]
     )
     use_vllm: bool | None = parameter(False, "Sample with vLLM in this process.")
     use_vllm_server: bool = parameter(False, "Sample with vLLM server(s) at vllm_host:vllm_port.")
-    vllm_device: str | None = parameter("auto", "Device of the in-process vLLM.")
+    vllm_device: str | None = parameter("auto", "Device of the in-process vLLM: auto, or for instance cuda:1.")
     vllm_gpu_memory_utilization: float = parameter(0.9, "Share of the GPU memory for the in-process vLLM.")
     vllm_dtype: str | None = parameter("auto", "Data type of the in-process vLLM.")
     vllm_max_model_len: int | None = parameter(None, "Longest sequence of the in-process vLLM.")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from atlaslib.errors import SamplerError
+from atlaslib.errors import ConfigError, SamplerError
 from atlaslib.generation import vllm_sampler
 from atlaslib.models.tiny import tiny_llama
 from atlaslib.trainers import GRPOConfig, GRPOTrainer
@@ -129,6 +129,20 @@ def test_settings_reach_the_engine_and_weights_follow(trainer: Any, monkeypatch:
     # awake while weights are written
     assert StandIn.calls[:5] == ["generate", "sleep1", "wake_up", "reload_weights", "reset_prefix_cache"]
     assert all(sample.policy_versions == [1] for sample in run.step_samples)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("auto", None), ("cuda", None), ("cuda:1", [1])])
+def test_the_device_reaches_the_engine(
+    device: str, expected: list[int] | None, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platforms = types.ModuleType("vllm.platforms")
+    platforms.current_platform = SimpleNamespace(device_type="cuda")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    assert trainer(vllm_device=device).sampler is not None
+    assert StandIn.made.get("device_ids") == expected
+    for wrong in ("cpu", "cuda:x"):
+        with pytest.raises(ConfigError, match=f"vllm_device is '{wrong}', but the installed vLLM runs on 'cuda'"):
+            vllm_sampler.device_options(wrong)
 
 
 def test_sleep_level_zero_never_sleeps(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
