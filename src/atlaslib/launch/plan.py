@@ -203,7 +203,7 @@ def check_plan(plan: RunPlan, *, where: str) -> None:
     """Everything the plan names exists and takes the parameters it is given."""
     check_trainer(plan, where=where)
     if (
-        plan.model not in {"tiny", "smollm2"}
+        plan.model not in BUILT_IN_MODELS
         and ("/" not in plan.model or plan.model.startswith((".", "/")))
         and not Path(plan.model).is_dir()
     ):

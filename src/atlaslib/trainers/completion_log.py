@@ -30,12 +30,9 @@ def store_completions(made: Sequence[Rollout], config: GRPOConfig, step: int) ->
     chooser = random.Random(derive_seed(config.seed, step, 77))
     folder = Path(config.output_dir) / "stored_completions"
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{step}.csv"
-    new = not path.exists()
-    with path.open("a", newline="") as file:
+    with (folder / f"{step}.csv").open("w", newline="") as file:  # a step done again after a restart counts once
         writer = csv.writer(file, quoting=csv.QUOTE_ALL)
-        if new:
-            writer.writerow(COLUMNS)
+        writer.writerow(COLUMNS)
         for rollout in made:
             if chooser.random() < config.save_completions_probability:
                 writer.writerow([step, rollout.prompt, rollout.completion_text, rollout.reward])

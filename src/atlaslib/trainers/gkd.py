@@ -23,7 +23,7 @@ from atlaslib.trainers import model_setup
 from atlaslib.trainers.flat_attention import flat_attention
 from atlaslib.trainers.grpo import GRPOTrainer
 from atlaslib.trainers.grpo_config import GRPOConfig
-from atlaslib.trainers.policy import find_decoder, flat_plan, head_options
+from atlaslib.trainers.policy import find_decoder, flat_plan, head_options, module_head_logprobs
 from atlaslib.trainers.rollouts import Rollout
 from atlaslib.trainers.sft import given_sample, plain_microbatch
 from atlaslib.types import Microbatch, TrainingSample
@@ -129,11 +129,8 @@ class GKDTrainer(GRPOTrainer):
     def _head_scores(
         self, head: Any, options: HeadOptions, hidden: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = head(hidden).float() * options.logit_scale
-        if options.softcap is not None:
-            logits = torch.tanh(logits / options.softcap) * options.softcap
         divisor = temperature if self.config.unbias_log_probabilities else torch.ones_like(temperature)
-        logprobs = torch.log_softmax(logits / divisor.unsqueeze(1), dim=-1)
+        logprobs = module_head_logprobs(head, hidden, divisor, options)
         best = torch.topk(logprobs, self.top_k, dim=-1)
         return logprobs.gather(1, targets.unsqueeze(1))[:, 0], best.indices, best.values
 

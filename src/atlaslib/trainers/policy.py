@@ -63,7 +63,7 @@ class PolicyForward:
             everything = sum((parameter.sum() for parameter in head.parameters()), hidden.sum())
             return TokenLogprobs(0.0 * everything.expand(0, 1), None)
         if not is_plain_linear(head):
-            return _module_head_logprobs(
+            return _chunked_head_logprobs(
                 head, picked, targets, temperature, self._chunk_size, head_options(base.config), with_entropy
             )
         return self._head_logprobs(base, head, picked, targets, temperature, with_entropy)
@@ -164,7 +164,17 @@ def flat_plan(batch: Microbatch) -> FlatPlan | None:
     return FlatPlan(gather=batch.gather_index, place=batch.place_index, runs=batch.runs)
 
 
-def _module_head_logprobs(
+def module_head_logprobs(
+    head: Any, hidden: torch.Tensor, temperature: torch.Tensor, options: HeadOptions
+) -> torch.Tensor:
+    """[c, V] log-probs of every token at ``temperature`` [c], through any head."""
+    logits = head(hidden).float() * options.logit_scale
+    if options.softcap is not None:
+        logits = torch.tanh(logits / options.softcap) * options.softcap
+    return torch.log_softmax(logits / temperature.unsqueeze(1), dim=-1)
+
+
+def _chunked_head_logprobs(
     head: Any,
     hidden: torch.Tensor,
     targets: torch.Tensor,
@@ -176,10 +186,7 @@ def _module_head_logprobs(
     """The same through a head that is a module of its own kind; chunks are recomputed in the backward pass."""
 
     def chunk(part: torch.Tensor, ids: torch.Tensor, divisor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = head(part).float() * options.logit_scale
-        if options.softcap is not None:
-            logits = torch.tanh(logits / options.softcap) * options.softcap
-        log_p = torch.log_softmax(logits / divisor.unsqueeze(1), dim=-1)
+        log_p = module_head_logprobs(head, part, divisor, options)
         entropy = -(log_p.exp() * log_p).sum(-1) if with_entropy else log_p.new_zeros(part.shape[0])
         return log_p.gather(1, ids), entropy
 

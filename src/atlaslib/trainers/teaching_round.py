@@ -189,12 +189,12 @@ def save_successes(made: Sequence[Rollout], folder: Path, step: int) -> int:
 
 
 def save_dialogues(made: Sequence[Rollout], folder: Path, step: int, *, share: float, seed: int) -> int:
-    """Append a random ``share`` of the dialogues to ``step_<n>.jsonl``; returns how many."""
+    """Write a random ``share`` of the dialogues to ``step_<n>.jsonl``; returns how many."""
     chooser = random.Random(derive_seed(seed, step, 4))
     chosen = [(number, rollout) for number, rollout in enumerate(made) if chooser.random() < share]
     if chosen:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"step_{step:06d}.jsonl").open("a") as file:
+        with (folder / f"step_{step:06d}.jsonl").open("w") as file:
             for number, rollout in chosen:
                 file.write(
                     json.dumps(success_record(rollout, number, step, time.time()), ensure_ascii=False, default=str)

@@ -284,7 +284,8 @@ def test_stored_completions(small_model: Any, make_config: Any, tiny_tokenizer: 
     import csv
 
     config = make_config(max_steps=1, save_completions_probability=1.0)
-    GRPOTrainer(small_model(), letters, config, train_dataset=rows, processing_class=tiny_tokenizer).train()
+    for _ in range(2):  # a step that is done again is stored once
+        GRPOTrainer(small_model(), letters, config, train_dataset=rows, processing_class=tiny_tokenizer).train()
     with (Path(config.output_dir) / "stored_completions" / "0.csv").open(newline="") as file:
         stored = list(csv.DictReader(file))
     assert len(stored) == 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,3 +138,31 @@ def test_advantages_of_the_batch_see_all_its_groups(
     spread = statistics.stdev([0.0, 1.0, 0.5, 9.5])
     found = [sample.advantages[-1] * (spread + 1e-4) for sample in trainer.step_samples]
     assert found == pytest.approx(expected)
+
+
+def test_what_the_rollout_server_is_told(small_model: Any, make_config: Any, tiny_tokenizer: Any) -> None:
+    client = RecordedBatches(4)
+    options = {"rollout_batch_size": 8, "rollout_max_token_len": 77, "save_steps": 0.5, "run_name": "this"}
+    make_trainer(client, small_model, make_config, tiny_tokenizer, **options).train()
+    told = {name: client.registered[name] for name in ("batch_size", "max_token_len", "num_steps", "wandb_group")}
+    assert told == {"batch_size": 8, "max_token_len": 77, "num_steps": 4, "wandb_group": "this"}
+    assert client.registered["save_checkpoint_interval"] == 2  # half of the steps
+    assert client.committed == [(2, 2), (4, 4)]
+
+
+def test_the_policy_server_listens_where_and_as_what_it_is_told(
+    small_model: Any, make_config: Any, tiny_tokenizer: Any
+) -> None:
+    trainers: list[GRPOTrainer] = []
+    served: list[str] = []
+
+    def look() -> None:
+        with urllib.request.urlopen(f"{trainers[0].sampler_host.policy_server_url}/v1/models") as reply:
+            served.append(json.load(reply)["data"][0]["id"])
+        trainers[0].stop_signal.requested = True
+
+    options = {"policy_server_port": 0, "policy_server_host": "127.0.0.2", "policy_model_name": "mine"}
+    client = RecordedBatches(0, on_empty=look)
+    trainers.append(make_trainer(client, small_model, make_config, tiny_tokenizer, save_strategy="no", **options))
+    trainers[0].train()
+    assert served == ["mine"]
