@@ -32,15 +32,21 @@ def check_bind(host: str, *, token: str | None, insecure: bool) -> None:
         )
 
 
+def bears_token(authorization: bytes, token: bytes) -> bool:
+    """Whether an Authorization header carries this bearer token; the comparison takes the same time for every guess."""
+    scheme, _, given = authorization.partition(b" ")
+    return hmac.compare_digest(given.strip(), token) and scheme.lower() == b"bearer"
+
+
 class TokenGate:
-    """ASGI middleware: with a token set, a request without it gets 401; the comparison takes the same time for every guess."""
+    """ASGI middleware: with a token set, a request without it gets 401."""
 
     def __init__(self, app: Any, *, token: str | None, open_paths: tuple[str, ...] = ()) -> None:
         self.app, self.open_paths = app, open_paths
-        self.expected = f"Bearer {token}".encode() if token else None
+        self.token = token.encode() if token else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.expected is None or scope["type"] != "http" or scope["path"] in self.open_paths or self._knows(scope):
+        if scope["type"] != "http" or scope["path"] in self.open_paths or self._may(scope):
             await self.app(scope, receive, send)
             return
         body = b'{"error": {"message": "missing or wrong bearer token", "type": "authentication_error", "param": null, "code": null}}'
@@ -52,6 +58,6 @@ class TokenGate:
         await send({"type": "http.response.start", "status": 401, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    def _knows(self, scope: Scope) -> bool:
+    def _may(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self.expected or b"")
+        return self.token is None or bears_token(given, self.token)

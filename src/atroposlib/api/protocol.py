@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import hmac
 import re
 import struct
 import termios
@@ -20,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from atroposlib.access import bears_token
 from atroposlib.api.hot_routes import HotRoutes, answer_one, refusal_reply
 from atroposlib.api.slabs import Window, slabs
 
@@ -143,17 +143,13 @@ class RolloutProtocol(HttpToolsProtocol):
             headers[name.lower()] = value.strip()
         if headers.get(b"connection", b"keep-alive").lower() != b"keep-alive":
             return None
-        if any(name in headers for name in _UNUSUAL) or not self._may(headers):
+        if any(name in headers for name in _UNUSUAL):
+            return None
+        if self.token is not None and not bears_token(headers.get(b"authorization", b""), self.token):
             return None
         path, content_type = match[1].decode(), headers.get(b"content-type", b"")
         encoding = headers.get(b"content-encoding", b"").lower()
         return _Head(path, content_type, encoding, self.hot.stays_in_place(path, content_type, encoding))
-
-    def _may(self, headers: dict[bytes, bytes]) -> bool:
-        if self.token is None:
-            return True
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        return hmac.compare_digest(given.strip(), self.token) and scheme.lower() == b"bearer"
 
     def _begin(self, head: _Head, length: int, data: bytes | memoryview, offset: int) -> None:
         """A request begins in these bytes; most often it ends there too."""

@@ -8,7 +8,6 @@ backends can only be changed with the token, or from the same machine when there
 from __future__ import annotations
 
 import argparse
-import hmac
 import json
 import logging
 import secrets
@@ -23,7 +22,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from atroposlib.access import is_loopback
+from atroposlib.access import bears_token, is_loopback
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy_models import (
@@ -151,8 +150,8 @@ class Guard:
         self.token = token
 
     def _has_token(self, request: Request) -> bool:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        return self.token is not None and hmac.compare_digest(given.encode(), self.token.encode())
+        given = request.headers.get("authorization", "").encode("latin-1")
+        return self.token is not None and bears_token(given, self.token.encode())
 
     def user(self, request: Request) -> None:
         """Creating and listing sessions."""
