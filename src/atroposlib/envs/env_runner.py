@@ -77,12 +77,13 @@ class EnvRunner:
         """Run until the trainer has what it needs."""
         env = self.env
         await env.setup()
-        await env.setup_wandb()
         try:
+            await env.setup_wandb()
             await env.register_env()
             await env.get_server_info()
-        except BaseException:  # refused, or told to stop while waiting: the connection is closed, the error goes on
+        except BaseException:  # refused, or told to stop while waiting: connections are closed, the error goes on
             await env.rollout_client.aclose()
+            await env.close_servers()
             raise
         reporter = asyncio.create_task(self._report_forever(), name="report metrics")
         try:

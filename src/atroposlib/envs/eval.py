@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from math import comb
 from typing import Any
 
-from atroposlib.envs.eval_log import gather_bounded, write_evaluation
+from atroposlib.envs.eval_log import gather_bounded, model_name_of, write_evaluation
 
 logger = logging.getLogger(__name__)
 MAX_ITEMS_AT_ONCE = 256
@@ -103,7 +103,7 @@ class EvalBase(ABC):
             averages,
             eval_dir=getattr(self, "eval_dir", None),
             task_name=self.task_name,
-            model_name=_model_name(server_manager),
+            model_name=model_name_of(None, getattr(server_manager, "servers", None) or [server_manager]),
             start_time=start,
             end_time=time.time(),
             generation_parameters=self.get_generation_params(),
@@ -114,11 +114,6 @@ class EvalBase(ABC):
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def _model_name(server_manager: Any) -> str | None:
-    servers = getattr(server_manager, "servers", None) or [server_manager]
-    return getattr(getattr(servers[0], "config", None), "model_name", None)
 
 
 async def eval_runner(eval_env: EvalBase, argv: Sequence[str] | None = None) -> dict[str, float]:

@@ -38,6 +38,28 @@ async def serving(env: Any) -> AsyncIterator[asyncio.Task[None]]:
         await asyncio.wait([task])
 
 
+async def test_told_to_stop_while_it_waits_for_a_trainer_it_closes_its_connections(tiny_tokenizer_dir: Path):
+    class NoTrainer(RecordingClient):
+        async def wandb_info(self) -> dict[str, Any]:
+            asked.set()
+            return {"group": None, "project": None}
+
+        async def aclose(self) -> None:
+            closed.append("rollout server")
+
+    class Waiting(NumbersEnv):
+        async def setup_wandb(self) -> None:
+            await self.runner.wait_for_wandb_info()
+
+        async def close_servers(self) -> None:
+            closed.append("inference servers")
+
+    asked, closed = asyncio.Event(), list[str]()
+    async with serving(make_env(tiny_tokenizer_dir, NoTrainer(), Waiting)):
+        await asked.wait()
+    assert closed == ["rollout server", "inference servers"]
+
+
 async def test_hooks_are_called_in_order_and_through_the_environment(tiny_tokenizer_dir: Path):
     class Traced(NumbersEnv):
         async def setup_wandb(self) -> None:

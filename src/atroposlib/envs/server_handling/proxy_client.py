@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import urllib.request
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,13 @@ from atroposlib.envs.server_handling.http_pool import HttpPool, decode_json
 from atroposlib.envs.server_handling.managed_replies import managed_chat_from
 from atroposlib.envs.server_handling.policy_versions import note_reply_versions
 from atroposlib.envs.server_handling.sequence_tree import SequenceNode
+from atroposlib.errors import InferenceServerError
 
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import ChatCompletion
     from openai.types.completion import Completion
+
+logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 3600.0
 ADMIN_TIMEOUT_S = 60.0
@@ -124,15 +128,13 @@ class ProxyManagedServer:
         self.current_nodes = []
 
     async def cleanup(self) -> None:
-        """Close the session at the proxy."""
-        from atroposlib.errors import InferenceServerError
-
+        """Close the session at the proxy. One that cannot be closed expires there: what was recorded is not worth less for it."""
         try:
             url = f"{self.proxy_url}/{self.session_uuid}"
             await _pool(self.proxy_url).request_json("DELETE", url, timeout_s=ADMIN_TIMEOUT_S)
         except InferenceServerError as error:
             if error.status != 404:  # expired already
-                raise
+                logger.warning("a session could not be closed and is left to expire: %s", error)
 
 
 async def create_proxy_session(

@@ -159,6 +159,19 @@ async def test_the_client_is_a_session_like_any_other(harness: HarnessServer, pr
             await agent.chat.completions.create(model="x", messages=[USER])  # type: ignore[list-item]
 
 
+async def test_a_session_that_cannot_be_closed_keeps_what_it_recorded(
+    harness: HarnessServer, proxy_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = _manager(harness)
+    manager.proxy_url = proxy_url
+    async with manager.managed_server() as managed:
+        await managed.chat_completion(messages=[USER], max_tokens=5)
+        nodes = managed.get_state()["nodes"]
+        managed.proxy_url = "http://127.0.0.1:1"  # the proxy has gone
+    assert len(nodes) == 1
+    assert "could not be closed and is left to expire: inference server http://127.0.0.1:1/" in caplog.text
+
+
 async def test_proxy_mode_by_variable(harness: HarnessServer, proxy_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATROPOS_PROXY_URL", proxy_url)
     manager = _manager(harness)
