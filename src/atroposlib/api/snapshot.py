@@ -143,6 +143,11 @@ def restore_snapshot(path: Path, store: RolloutStore, read: Callable[[tuple[int,
         raise JournalError(
             f"the snapshot {path} cannot be read ({error}); it was written by another version"
         ) from error
+    if snapshot.version != _VERSION:
+        raise JournalError(
+            f"the snapshot {path} has version {snapshot.version} and this server reads {_VERSION}; "
+            "use the version that wrote it, or move the data folder away to start afresh"
+        )
     _restore_small(snapshot, store)
     _restore_groups(snapshot, store, read)
     return snapshot.lsn

@@ -483,6 +483,14 @@ def test_an_answer_that_fails_harms_nobody_else(tmp_path: Path, caplog: pytest.L
     assert "answering after a commit failed" in caplog.text
 
 
+def test_a_snapshot_of_another_version_is_refused(tmp_path: Path) -> None:
+    taken = take_snapshot(RolloutStore(), 7)
+    taken.version = 2
+    (tmp_path / "snapshot").write_bytes(encode_snapshot(taken))
+    with pytest.raises(JournalError, match="has version 2 and this server reads 1"):
+        restore_snapshot(tmp_path / "snapshot", RolloutStore(), lambda location: b"")
+
+
 def test_a_snapshot_is_of_its_moment(tmp_path: Path) -> None:
     """It is encoded on a thread, later; ids that come meanwhile are not in it, those before are, with their answers."""
     store = RolloutStore(remembered_ids=10)
