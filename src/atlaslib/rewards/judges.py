@@ -14,7 +14,7 @@ import logging
 import re
 import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atlaslib.errors import ConfigError, unknown_name_message
@@ -22,8 +22,10 @@ from atlaslib.errors import ConfigError, unknown_name_message
 logger = logging.getLogger(__name__)
 
 AskModel = Callable[[str, str, float], Awaitable[str]]
-"""(model, prompt, temperature) -> text; raises when the model cannot answer."""
+"""(model, prompt, temperature) -> text; raises when the model cannot answer. An ``aclose()`` it may have ends every round of scoring."""
 
+CACHED_JUDGEMENTS = 10_000
+"""A judge remembers so many of its newest judgements."""
 VERDICT_FORM = """Answer with one JSON object and nothing else:
 {"principles": [{"name": "...", "weight": 0.0, "description": "..."}], "score": 0.0, "rationale": "...", "uncertainty": 0.0}
 score and uncertainty are between 0 and 1; the weights of the principles add up to 1."""
@@ -118,7 +120,11 @@ class JudgeReward:
         gate = asyncio.Semaphore(self._max_concurrent)
         rows = [_slots(index, prompts, completions, columns) for index in range(len(completions))]
         tasks = [[self._judge(name, row, gate) for name in self.judges] for row in rows]
-        flat = await asyncio.gather(*(task for row in tasks for task in row))
+        try:
+            flat = await asyncio.gather(*(task for row in tasks for task in row))
+        finally:
+            if hasattr(self.ask, "aclose"):
+                await self.ask.aclose()
         width = len(self.judges)
         self.last_judgements = [
             consistent({judgement.judge: judgement for judgement in flat[start : start + width]})
@@ -140,6 +146,8 @@ class JudgeReward:
         self.statistics.num_failed += judgement.score is None
         if judgement.score is not None:
             self._cache[prompt] = judgement
+            if len(self._cache) > CACHED_JUDGEMENTS:
+                del self._cache[next(iter(self._cache))]
         return judgement
 
     async def _decide(
@@ -234,23 +242,34 @@ def openai_judge(
     base_url: str | None = None, *, api_key: str | None = None, max_tokens: int = 2048, timeout_s: float = 120.0
 ) -> AskModel:
     """Ask over any OpenAI-compatible endpoint."""
-    clients: dict[asyncio.AbstractEventLoop, Any] = {}
+    return _Endpoint(
+        {"base_url": base_url, "api_key": api_key or ("x" if base_url else None), "timeout": timeout_s}, max_tokens
+    )
 
-    async def ask(model: str, prompt: str, temperature: float) -> str:
+
+class _Endpoint:
+    """One client per event loop, from the first question of a round to its end."""
+
+    def __init__(self, options: dict[str, Any], max_tokens: int) -> None:
+        self._options, self._max_tokens = options, max_tokens
+        self._clients: dict[asyncio.AbstractEventLoop, Any] = {}
+
+    async def __call__(self, model: str, prompt: str, temperature: float) -> str:
         from openai import AsyncOpenAI
 
         loop = asyncio.get_running_loop()
-        if loop not in clients:
-            clients[loop] = AsyncOpenAI(
-                base_url=base_url, api_key=api_key or ("x" if base_url else None), timeout=timeout_s, max_retries=2
-            )
+        if loop not in self._clients:
+            self._clients[loop] = AsyncOpenAI(**self._options, max_retries=2)
         messages = [{"role": "user", "content": prompt}]
-        reply = await clients[loop].chat.completions.create(
-            model=model, messages=messages, temperature=temperature, max_tokens=max_tokens
+        reply = await self._clients[loop].chat.completions.create(
+            model=model, messages=messages, temperature=temperature, max_tokens=self._max_tokens
         )
         return reply.choices[0].message.content or ""
 
-    return ask
+    async def aclose(self) -> None:
+        client = self._clients.pop(asyncio.get_running_loop(), None)
+        if client is not None:
+            await client.close()
 
 
 def _slots(
@@ -284,14 +303,7 @@ def _text(value: Any) -> str:
 def _capped(judgement: Judgement, caps: Sequence[float]) -> Judgement:
     if judgement.score is None or not caps or judgement.score <= min(caps):
         return judgement
-    return Judgement(
-        judge=judgement.judge,
-        score=max(0.0, min(caps)),
-        rationale=judgement.rationale,
-        samples=judgement.samples,
-        escalated=judgement.escalated,
-        escalation_reason=judgement.escalation_reason,
-    )
+    return replace(judgement, score=max(0.0, min(caps)))
 
 
 def _mean(scores: Sequence[float | None]) -> float | None:

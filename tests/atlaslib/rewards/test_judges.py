@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
 from atlaslib.errors import ConfigError
-from atlaslib.rewards.judges import Judgement, JudgeReward, consistent, parse_verdict
+from atlaslib.rewards import judges
+from atlaslib.rewards.judges import Judgement, JudgeReward, consistent, openai_judge, parse_verdict
 
 
 def verdict(score: float, uncertainty: float = 0.0) -> str:
@@ -71,6 +77,70 @@ async def test_same_question_is_asked_once() -> None:
     assert await reward(prompts=["q"], completions=["a"]) == [0.5]
     assert len(ask.calls) == 3
     assert reward.statistics.num_cached == 1
+
+
+async def test_only_the_newest_judgements_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judges, "CACHED_JUDGEMENTS", 2)
+    ask = Scripted([verdict(0.5)] * 4)
+    reward = JudgeReward(ask=ask, small_model="small", judges=["accuracy"], temperatures=[0.2])
+    for completion in ("a", "b", "c", "b", "a"):
+        await reward(prompts=["q"], completions=[completion])
+    assert len(ask.calls) == 4
+    assert reward.statistics.num_cached == 1
+
+
+class JudgeServer(ThreadingHTTPServer):
+    """An OpenAI-compatible endpoint that gives one verdict and counts the connections that are open."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.asked: list[dict[str, Any]] = []
+        super().__init__(("127.0.0.1", 0), self.Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+
+    class Handler(BaseHTTPRequestHandler):
+        server: JudgeServer
+        protocol_version = "HTTP/1.1"
+
+        def setup(self) -> None:
+            super().setup()
+            self.server.open += 1
+
+        def finish(self) -> None:
+            super().finish()
+            self.server.open -= 1
+
+        def do_POST(self) -> None:
+            self.server.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            message = {"role": "assistant", "content": verdict(0.75)}
+            choice = {"index": 0, "finish_reason": "stop", "message": message}
+            body = {"id": "1", "object": "chat.completion", "created": 1, "model": "small", "choices": [choice]}
+            content = json.dumps(body).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+
+def test_an_endpoint_is_asked_and_every_round_closes_its_connections() -> None:
+    with JudgeServer() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        reward = JudgeReward(ask=openai_judge(server.url), small_model="small", judges=["accuracy"], temperatures=[0.2])
+        for number in range(3):  # as the trainer calls it: every round in an event loop of its own
+            assert asyncio.run(reward(prompts=["q", "r"], completions=[f"a{number}", "b"])) == [0.75, 0.75]
+        deadline = time.monotonic() + 5.0
+        while server.open and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert server.open == 0
+        assert {(asked["model"], asked["temperature"]) for asked in server.asked} == {("small", 0.2)}
+        assert len(server.asked) == 4
+        server.shutdown()
 
 
 def test_scores_that_cannot_be_true_together_are_lowered() -> None:
