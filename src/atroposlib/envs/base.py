@@ -294,7 +294,7 @@ class BaseEnv(ABC):
         samples: list[Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        """Write ``metrics.json`` and ``samples.jsonl`` under ``data_dir_to_save_evals`` and show a table."""
+        """Write ``metrics.json`` and ``samples.jsonl`` under ``data_dir_to_save_evals``, show a table; on the live page, too, while serving."""
         eval_log.write_evaluation(
             metrics,
             eval_dir=self.config.data_dir_to_save_evals,
@@ -306,6 +306,9 @@ class BaseEnv(ABC):
             samples=samples,
             verbose=verbose,
         )
+        if self.env_id is not None:
+            numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
+            await self.rollout_client.report(f"env:{self.wandb_prepend or self.display_name}", self.curr_step, numbers)
 
     async def gather_eval(self, tasks: Iterable[Awaitable[T]]) -> list[T]:
         """``asyncio.gather`` with at most ``max_eval_workers`` running at once; results in order.

@@ -208,6 +208,22 @@ async def test_evaluation_records(tiny_tokenizer_dir: Path, tmp_path: Path, caps
     assert "accuracy" in capsys.readouterr().out
 
 
+async def test_an_evaluation_while_serving_is_on_the_live_page(tiny_tokenizer_dir: Path):
+    class Client:
+        reports: list[Any] = []  # noqa: RUF012 - one client in this test
+
+        async def report(self, *report: Any) -> None:
+            self.reports.append(report)
+
+    env = make_env(tiny_tokenizer_dir)
+    env._rollout_client = Client()  # type: ignore[assignment]
+    await env.evaluate_log({"eval/accuracy": 1.0})
+    assert Client.reports == []  # `evaluate` alone: there is no rollout server
+    env.env_id, env.wandb_prepend, env.curr_step = 0, "numbers_0", 7
+    await env.evaluate_log({"eval/accuracy": 0.5, "note": "text"})
+    assert Client.reports == [("env:numbers_0", 7, {"eval/accuracy": 0.5})]
+
+
 async def test_evaluate_alone_logs_its_metrics(tiny_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch):
     import wandb
 
