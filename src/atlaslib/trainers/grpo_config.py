@@ -213,7 +213,11 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]
         None,
         "Longest sequence announced to environments; None = max_prompt_length + max_completion_length.",
     )
-    max_batches_offpolicy: int = parameter(3, "Batches an environment may be ahead of the trainer.")
+    max_batches_offpolicy: int = parameter(
+        3,
+        "Batches an environment may be ahead of the trainer: the default of max_staleness with a rollout server, and what "
+        "`atropos run` tells its environments.",
+    )
     max_staleness: int | None = parameter(
         None,
         "Samples whose oldest token is more policy versions behind are refused and counted. None = 0 in "
