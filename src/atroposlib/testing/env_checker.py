@@ -255,7 +255,15 @@ async def _collect(report: Report, env: BaseEnv, item: Any, timeout_s: float) ->
             "return group, []  (the group and items for the backlog)",
         )
         raise _Stop
-    return await env.postprocess_histories(result[0])
+    if not result[0] or type(env).postprocess_histories is BaseEnv.postprocess_histories:
+        return result[0]
+    return await _call(
+        report,
+        "postprocess_histories()",
+        env.postprocess_histories(result[0]),
+        timeout_s,
+        "it gets what collect_trajectories() made and returns it, changed or not, or None to drop it",
+    )
 
 
 def _groups_of(report: Report, result: Any) -> list[dict[str, Any]]:

@@ -140,6 +140,16 @@ async def test_wrong_hooks_are_explained(changes: dict[str, Any], level: str, me
     assert all(finding.advice for finding in report.findings if finding.level != "ok")
 
 
+async def test_the_last_look_at_a_group_is_checked_as_it_will_be_called() -> None:
+    async def postprocess(self: Any, group: Any) -> Any:
+        return group["no such key"]
+
+    report = await findings(broken(postprocess_histories=postprocess))
+    assert not report.ok
+    assert "postprocess_histories() raised KeyError: 'no such key'" in str(report)
+    assert (await findings(broken(postprocess_histories=postprocess, collect_trajectories=no_group))).ok
+
+
 async def test_missing_methods_and_strangers() -> None:
     class Half(BaseEnv):
         async def get_next_item(self) -> Any: ...
