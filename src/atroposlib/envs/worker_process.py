@@ -118,8 +118,9 @@ class WorkerProcess:
                     _deliver(json.loads(line), waiting)
             except (ValueError, KeyError, TypeError) as error:  # too long, cut off, or not in the form of a reply
                 problem = f" after a reply that cannot be read ({type(error).__name__}: {error})"
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+                if not stream.at_eof():  # else it is ending by itself; a kill now would take its exit code away
+                    with contextlib.suppress(ProcessLookupError):
+                        process.kill()
             finally:
                 transport.close()
         code = await process.wait()
