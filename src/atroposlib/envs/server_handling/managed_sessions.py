@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.server_harness import ServerHarness
+from atroposlib.envs.server_handling.vllm_server import TokenizerOwner
 from atroposlib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,4 +90,9 @@ def _local_session(manager: ServerManager, server: Any, tokenizer: Any, preserve
     )
     if isinstance(server, ServerHarness) and server.tokenizer is None:
         server.tokenizer = session.tokenizer  # the in-process server encodes its replies with the session's tokenizer
+    for (
+        one
+    ) in manager.servers:  # and one that names no tokenizer looks at ids with it, instead of loading its model's name
+        if isinstance(one, TokenizerOwner) and one._tokenizer is None and one.config.tokenizer_name in ("", "none"):
+            one.tokenizer = session.tokenizer
     return session

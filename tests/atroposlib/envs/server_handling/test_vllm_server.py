@@ -11,6 +11,7 @@ from atroposlib.envs.server_handling.openai_server import resolve_openai_configs
 from atroposlib.envs.server_handling.policy_versions import record_policy_versions, record_sequence_versions
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_harness import deterministic_logprob
+from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer, prompt_top_logprobs, sampled_tokens
 from atroposlib.errors import InferenceServerError
@@ -51,6 +52,13 @@ async def test_text_is_encoded_and_a_doubled_bos_collapses(harness: HarnessServe
     assert server.prompt_ids({"input_ids": [bos, 5]}) == [bos, 5]
     with pytest.raises(ValueError, match="needs 'input_ids' or 'prompt'"):
         server.prompt_ids({})
+
+
+async def test_a_session_lends_its_tokenizer(tiny_tokenizer: Any) -> None:
+    """A prompt of two equal first ids must not make a server load a tokenizer called 'default'."""
+    manager = ServerManager([APIServerConfig(base_url="http://127.0.0.1:9/v1", server_type="vllm", health_check=False)])
+    async with manager.managed_server(tokenizer=tiny_tokenizer):
+        assert manager.servers[0].prompt_ids({"input_ids": [70, 70, 71]}) == [70, 70, 71]
 
 
 async def test_n_as_single_requests(harness: HarnessServer) -> None:
