@@ -37,7 +37,7 @@ def run(python: str, name: str, folder: Path, tokenizer: Path, *, processes: int
     config = {
         "output_dir": str(folder / name), "per_device_train_batch_size": 8 // processes, "num_generations": 4, "max_completion_length": 6,
         "max_steps": 2, "beta": 0.04, "learning_rate": 0.5, "optim": "sgd", "max_grad_norm": 0.0, "report_to": "none", "save_strategy": "no",
-        "use_cpu": True, "disable_tqdm": True, **options,
+        "sync_ref_model": True, "ref_model_sync_steps": 1, "use_cpu": True, "disable_tqdm": True, **options,
     }  # fmt: skip
     settings = folder / f"{name}.json"
     settings.write_text(json.dumps({"config": config, "tokenizer": str(tokenizer), **extra}))
@@ -86,7 +86,8 @@ def test_two_sharded_processes_equal_one(
     tmp_path: Path,
     tiny_tokenizer_dir: Path,
 ) -> None:
-    zero = {"zero_optimization": {"stage": stage}, **ZERO}
+    # without the threshold, parameters as small as these stay whole
+    zero = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, **ZERO}
     if by_name:
         tokenizer = AutoTokenizer.from_pretrained(str(tiny_tokenizer_dir))
         model = tiny_llama(len(tokenizer), hidden=32, seed=1, eos_token_id=tokenizer.eos_token_id)

@@ -141,6 +141,16 @@ def find_decoder(model: Any) -> Any:
     return decoder
 
 
+def register_head(model: Any) -> None:
+    """DeepSpeed ZeRO-3 puts a parameter together for the module that owns it; the head's is read by the whole model, backward too."""
+    head = (model.get_base_model() if hasattr(model, "get_base_model") else model).get_output_embeddings()
+    for parameter in head.parameters():
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            deepspeed.zero.register_external_parameter(model, parameter)
+
+
 def is_plain_linear(head: Any) -> bool:
     """A head that is one matrix (and bias): an adapter or a quantised layer is not."""
     return isinstance(head, torch.nn.Linear) and not hasattr(head, "base_layer") and head.weight.is_floating_point()

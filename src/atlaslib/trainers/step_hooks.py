@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from atlaslib.trainers import run_state
+from atlaslib.trainers.policy import register_head
 
 if TYPE_CHECKING:
     from atlaslib.trainers.grpo import GRPOTrainer
@@ -25,6 +26,7 @@ class StepHooks(TrainerCallback):  # type: ignore[misc]
         self._update: contextlib.ExitStack | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        register_head(self._trainer.accelerator.unwrap_model(self._trainer.model))
         run_state.restore(self._trainer)
         self._trainer.sampler_host.start()
         if self._trainer.service is not None:
