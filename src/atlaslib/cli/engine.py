@@ -60,6 +60,7 @@ def main(argv: list[str]) -> int:
     from atroposlib.access import check_bind
 
     check_bind(arguments.host, token=arguments.token, insecure=arguments.insecure)
+    print(f"loading {arguments.model} ...", flush=True)
     from atlaslib.engine import Engine, EngineConfig, EngineThread
     from atlaslib.engine.server import serve_in_thread
     from atlaslib.models.loading import load_model_and_tokenizer

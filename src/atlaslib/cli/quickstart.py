@@ -1,6 +1,6 @@
 """`atropos quickstart`: train a small model on a real task, here and now, with a live page.
 
-    atropos quickstart                       a 0.4M-parameter Llama learns to write DDD for D3, about three minutes on two cores
+    atropos quickstart                       a 0.4M-parameter Llama learns to write DDD for D3, about a minute on two cores
     atropos quickstart --model smollm2       SmolLM2-135M learns to answer sums concisely
     atropos quickstart --env my_env.py:MyEnv --model path/to/model --steps 200
     atropos quickstart --teacher             the teacher trainer makes a student better

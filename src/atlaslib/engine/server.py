@@ -35,7 +35,7 @@ from atlaslib.engine.engine_thread import EngineThread
 from atlaslib.engine.openai_protocol import LogprobsMode, ParsedRequest, RequestError
 from atlaslib.engine.policy_service import PolicyService, prometheus
 from atlaslib.engine.sequence import Completion
-from atlaslib.errors import AtroposError, ConfigError, nearest_name
+from atlaslib.errors import AtroposError, ConfigError, EngineStoppedError, nearest_name
 from atroposlib.access import TokenGate, check_bind
 
 logger = logging.getLogger(__name__)
@@ -118,17 +118,31 @@ def create_app(
         body = {"object": "score", "model": model_name, "logprobs": [done.prompt_logprobs for done in scored]}
         return _versioned(body | {"policy_version": versions[-1], "policy_versions": versions}, versions)
 
+    _add_information(app, service, engine_thread, model_name)
+    app.state.methods = {route.path: sorted(route.methods or ()) for route in app.routes if isinstance(route, APIRoute)}
+    return app
+
+
+def _add_information(app: FastAPI, service: PolicyService, engine_thread: EngineThread, model_name: str) -> None:
+    """The routes that only tell."""
+
+    def card() -> dict[str, Any]:
+        length = service.engine.max_model_len
+        return {"id": model_name, "object": "model", "created": 0, "owned_by": "atropos", "max_model_len": length}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The served model and its longest sequence."""
-        card = {
-            "id": model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "atropos",
-            "max_model_len": service.engine.max_model_len,
-        }
-        return {"object": "list", "data": [card]}
+        """The served model and its longest sequence, as a list of one."""
+        return {"object": "list", "data": [card()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """The served model by its name."""
+        if name == model_name:
+            return JSONResponse(card())
+        message = f"there is no model {name[:200]!r} here; this server has {model_name!r}"
+        error = wire.error_body(message, kind="invalid_request_error", param="model", code="model_not_found")
+        return JSONResponse(error, status_code=404)
 
     @app.get("/health")
     async def health() -> Response:
@@ -145,9 +159,6 @@ def create_app(
     async def metrics() -> Response:
         """Counters in Prometheus' text form."""
         return PlainTextResponse(prometheus(service), media_type="text/plain; version=0.0.4")
-
-    app.state.methods = {route.path: sorted(route.methods or ()) for route in app.routes if isinstance(route, APIRoute)}
-    return app
 
 
 @dataclass(slots=True)
@@ -283,7 +294,8 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    logger.error("a request failed in the engine: %s", error)
+    told = logging.INFO if isinstance(error, EngineStoppedError) else logging.ERROR  # why it stopped was told there
+    logger.log(told, "a request failed in the engine: %s", error)
     return JSONResponse(wire.error_body(str(error), kind="server_error"), status_code=503)
 
 

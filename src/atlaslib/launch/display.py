@@ -18,6 +18,7 @@ from rich.text import Text
 from atlaslib.errors import AtroposError
 
 SAY_EVERY_S = 30.0
+SAY_AT_START_S = 5.0
 """Without a terminal: a line at least this often, so that a run that waits shows for what."""
 TEACHING = frozenset({"student taught", "untaught"})
 """Shown for runs that have them: share of right answers with and without teaching."""
@@ -130,11 +131,15 @@ class RunDisplay:
         self._read()
         if self._live is not None:
             self._live.update(self.render())
-        elif self.state.step >= self._told_step + max(1, self.total_steps // 20) or now - self._told > SAY_EVERY_S:
+        elif self.state.step >= self._told_step + max(1, self.total_steps // 20) or now - self._told > self._pause():
             self._told_step, self._told = self.state.step, now
             self.console.print(
                 f"{time.time() - self.started:6.1f} s  {self.line()}", highlight=False, markup=False, soft_wrap=True
             )
+
+    def _pause(self) -> float:
+        """Seconds without a line; fewer while nobody can know yet whether it works."""
+        return SAY_EVERY_S if self.state.step else SAY_AT_START_S
 
     def close(self) -> None:
         """Show the last state and leave it on the screen."""
@@ -162,7 +167,8 @@ class RunDisplay:
 
     def line(self) -> str:
         """The state in one line."""
-        parts = [f"step {self.state.step}/{self.total_steps}"]
+        waiting = "" if self.state.step else " (the first one takes loading torch and the model)"
+        parts = [f"step {self.state.step}/{self.total_steps}{waiting}"]
         parts += [f"{label} {value}" for label, value in self._numbers() if value is not None]
         if self.rollout:
             parts.append(f"newest: {self.rollout[0]} ({self.rollout[1]:.2f})")

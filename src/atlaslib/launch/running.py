@@ -146,7 +146,7 @@ def _say_goodbye(console: Console, plan: RunPlan, code: int, report: Path | None
     ):
         if path is not None and path.exists():
             console.print(f"  {label:<12}{path}", highlight=False, soft_wrap=True)
-    console.print(f"  page again   atropos view {plan.run_dir}", highlight=False, soft_wrap=True)
+    console.print(f"  {'page again':<12}atropos view {plan.run_dir}", highlight=False, soft_wrap=True)
 
 
 @contextmanager

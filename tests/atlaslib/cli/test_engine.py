@@ -40,6 +40,7 @@ def test_a_stop_tells_running_requests_why(tmp_path: Path, free_port: int) -> No
         [*command, "--max-model-len", "30000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert server.stdout is not None
+    assert "loading" in server.stdout.readline()
     assert "serving" in server.stdout.readline()
     url, replies = f"http://127.0.0.1:{free_port}/v1/completions", {}
     body: dict[str, Any] = {"prompt": "a", "max_tokens": 29_000, "ignore_eos": True, "n": 4}

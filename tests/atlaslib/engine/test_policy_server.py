@@ -346,6 +346,15 @@ def test_errors_of_the_framework_have_the_form_of_ours(
     assert reply.headers.get("allow") == ("POST" if status == 405 else None)
 
 
+def test_a_model_is_found_by_its_name(http: httpx.Client) -> None:
+    card = http.get("/v1/models").json()["data"][0]
+    assert http.get(f"/v1/models/{card['id']}").json() == card
+    reply = http.get("/v1/models/org/other")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
+    assert "'org/other'" in reply.json()["error"]["message"]
+    assert repr(card["id"]) in reply.json()["error"]["message"]
+
+
 def test_a_crash_is_told_in_the_same_form(
     served: tuple[EngineThread, Any, ServerHandle], http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

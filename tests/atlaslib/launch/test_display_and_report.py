@@ -101,7 +101,11 @@ def test_a_display_without_a_log_yet(tmp_path: Path) -> None:
         title="x", run_dir=tmp_path, page="", total_steps=5, console=Console(file=io.StringIO()), live=False
     )
     display.tick()
-    assert display.line() == "step 0/5"
+    assert display.line() == "step 0/5 (the first one takes loading torch and the model)"
+    display._told -= 6.0  # seconds without a word
+    display._next = 0.0
+    display.tick()
+    assert "step 0/5" in display.console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_rejected_groups_are_summed_over_environments() -> None:
