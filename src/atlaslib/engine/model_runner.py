@@ -22,7 +22,7 @@ from atlaslib.engine.attention import KVCache, LayerShape, Span, StepContext
 from atlaslib.engine.config import EngineConfig
 from atlaslib.engine.cpu.lean_decode import lean_decode_for
 from atlaslib.engine.output import ScoredRows
-from atlaslib.engine.sampling import RowParams, sample, token_logprobs
+from atlaslib.engine.sampling import RowParams, all_logprobs, sample, token_logprobs
 from atlaslib.engine.scheduler import Chunk, DecodePlan, PrefillPlan
 from atlaslib.engine.sequence import SlotTable, Tokens
 
@@ -211,7 +211,7 @@ class ModelRunner:
         tops = request.params.prompt_logprobs or 0
         if not tops:
             return ScoredRows(request, chunk.start + 1, logprobs, None, None)
-        values, ids = torch.log_softmax(logits.float(), dim=-1).topk(min(tops, logits.shape[1]), dim=-1)
+        values, ids = all_logprobs(logits.float()).topk(min(tops, logits.shape[1]), dim=-1)
         return ScoredRows(request, chunk.start + 1, logprobs, ids, values)
 
     def decode_step(self, plan: DecodePlan, table: SlotTable) -> StepResult:

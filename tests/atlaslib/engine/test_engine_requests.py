@@ -134,6 +134,14 @@ def test_top_and_prompt_log_probs(engine: Engine) -> None:
     assert [list(top) for top in reply.prompt_top_logprobs[1:]] == [raw[i].topk(2).indices.tolist() for i in range(2)]
 
 
+def test_a_token_has_one_log_prob_by_itself_and_among_the_likeliest(engine: Engine) -> None:
+    for temperature in (0.0, 0.01):
+        reply = one(engine, PROMPT, max_tokens=8, ignore_eos=True, logprobs=2, temperature=temperature, seed=1)
+        assert reply.top_logprobs is not None
+        among = [top[token] for top, token in zip(reply.top_logprobs, reply.token_ids, strict=True)]
+        assert among == reply.temperature_logprobs  # to the last bit
+
+
 def test_max_tokens_zero_reads_the_prompt_only(engine: Engine) -> None:
     reply = one(engine, PROMPT, max_tokens=0, prompt_logprobs=0)
     assert reply.token_ids == []
