@@ -184,7 +184,11 @@ class ModelRunner:
 
     def read(self, packed: np.ndarray[Any, Any], spans: list[Span], keep: np.ndarray[Any, Any]) -> Tensor:
         """Logits of the rows `keep`; `packed` is int64 [3, T]: token ids, positions, cache slots."""
-        ids, positions, slots = self.to_device(packed).unbind(0)
+        rows = packed.shape[1]
+        even = np.pad(
+            packed, ((0, 0), (0, rows % 2))
+        )  # each of the three starts at a multiple of 16 bytes: compiled once
+        ids, positions, slots = self.to_device(even)[:, :rows].unbind(0)
         context = StepContext(cache=self.cache, slots=slots, spans=spans)
         self.customise(context)
         return self.forward(ids, positions, context, self.to_device(keep))

@@ -45,13 +45,23 @@ def tiles_of(spans: list[Span], rows: int) -> Array:
     return array[np.argsort(-array[:, 2], kind="stable")]
 
 
+def length_of(sizes: Sizes) -> int:
+    return 3 * sizes[0] + 4 * sizes[1] + sizes[2]
+
+
+def parts_of(reading: Any, sizes: Sizes) -> tuple[Any, Any, Any]:
+    """Views of its parts, an array's or a tensor's: [3, T], [tiles, 4], [rows to keep]."""
+    rows, tiles, kept = sizes
+    end = 3 * rows + 4 * tiles
+    return reading[: 3 * rows].reshape(3, rows), reading[3 * rows : end].reshape(tiles, 4), reading[end : end + kept]
+
+
 def laid_out(packed: Array, tiles: Array, keep: Array, sizes: Sizes) -> Array:
     """`reading` of these sizes; what is left over is rows without a place in the cache, empty tiles and row 0."""
-    rows, num_tiles, kept = sizes
-    reading = np.zeros(3 * rows + 4 * num_tiles + kept, dtype=np.int64)
-    tokens = reading[: 3 * rows].reshape(3, rows)
+    reading = np.zeros(length_of(sizes), dtype=np.int64)
+    tokens, all_tiles, kept = parts_of(reading, sizes)
     tokens[:, : packed.shape[1]] = packed
     tokens[2, packed.shape[1] :] = -1
-    reading[3 * rows :][: tiles.size] = tiles.reshape(-1)
-    reading[3 * rows + 4 * num_tiles :][: len(keep)] = keep
+    all_tiles[: len(tiles)] = tiles
+    kept[: len(keep)] = keep
     return reading

@@ -27,7 +27,16 @@ from atlaslib.engine.attention import Span, StepContext
 from atlaslib.engine.config import EngineConfig
 from atlaslib.engine.cuda import kernels
 from atlaslib.engine.cuda.fused import FusedStack
-from atlaslib.engine.cuda.layout import Sizes, batch_buckets, captured_sizes, laid_out, prefill_buckets, tiles_of
+from atlaslib.engine.cuda.layout import (
+    Sizes,
+    batch_buckets,
+    captured_sizes,
+    laid_out,
+    length_of,
+    parts_of,
+    prefill_buckets,
+    tiles_of,
+)
 from atlaslib.engine.cuda.paged_attention import paged_decode, paged_prefill, prefill_tiling
 from atlaslib.engine.model_runner import ModelRunner, Prefilled, StepResult
 from atlaslib.engine.scheduler import DecodePlan, PrefillPlan
@@ -68,7 +77,7 @@ class CudaRunner(ModelRunner):
         self._prefill_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.prefill_sizes = prefill_buckets(memory.captured_tokens(model, config, max_model_len))
         largest = self._sizes_of(max(self.prefill_sizes, default=0))
-        self.reading = torch.zeros(3 * largest[0] + 4 * largest[1] + largest[2], dtype=torch.int64, device=self.device)
+        self.reading = torch.zeros(length_of(largest), dtype=torch.int64, device=self.device)
         self.read_logits: Tensor | None = None
 
     @contextmanager
@@ -130,7 +139,7 @@ class CudaRunner(ModelRunner):
         start = time.perf_counter()
         self._graphs.clear()
         self._prefill_graphs.clear()
-        self._pool = None
+        self._pool, self.read_logits = None, None
         self._weights = self._weight_addresses()
         if not self.config.cuda_graphs:
             return
@@ -235,22 +244,19 @@ class CudaRunner(ModelRunner):
         self.reading[: len(reading)].copy_(reading, non_blocking=True)
 
     def _read(self, reading: Tensor, sizes: Sizes) -> Tensor:
-        rows, tiles, kept = sizes
-        end = 3 * rows + 4 * tiles
-        ids, positions, slots = reading[: 3 * rows].view(3, rows).unbind(0)
-        context = StepContext(
-            cache=self.cache, slots=slots, attend=self._attend, tiles=reading[3 * rows : end].view(tiles, 4)
-        )
-        return self.forward(ids, positions, context, reading[end : end + kept])
+        tokens, tiles, keep = parts_of(reading, sizes)
+        ids, positions, slots = tokens.unbind(0)
+        context = StepContext(cache=self.cache, slots=slots, attend=self._attend, tiles=tiles)
+        return self.forward(ids, positions, context, keep)
 
     def _sizes_of(self, bucket: int) -> Sizes:
         return captured_sizes(bucket, self.tiling[0])
 
     def _prefill_bucket(self, rows: int, tiles: int, kept: int) -> int | None:
         """The smallest graph with room for all of it."""
-        for size in sorted(self._prefill_graphs):
-            room = self._sizes_of(size)
-            if rows <= room[0] and tiles <= room[1] and kept <= room[2]:
+        wanted = (rows, tiles, kept)
+        for size in self.prefill_sizes if self._prefill_graphs else ():
+            if all(need <= room for need, room in zip(wanted, self._sizes_of(size), strict=True)):
                 return size
         return None
 
