@@ -24,6 +24,7 @@ import asyncio
 import errno
 import fcntl
 import functools
+import itertools
 import logging
 import os
 import time
@@ -65,6 +66,7 @@ class _Write:
     payload: bytes
     apply: Callable[[Location | None], Any]
     done: Done
+    together: object | None = None
     location: Location | None = None
     error: OSError | None = None
     lsn: int = 0
@@ -181,12 +183,22 @@ class Journal:
 
     # ---- writing ------------------------------------------------------------------------------------------------------
 
-    def write(self, event: Event, payload: bytes, apply: Callable[[Location | None], Any], done: Done) -> None:
-        """Journal an event; then `apply` is called on the loop with the payload's location, and `done` with its result."""
+    def write(
+        self,
+        event: Event,
+        payload: bytes,
+        apply: Callable[[Location | None], Any],
+        done: Done,
+        together: object | None = None,
+    ) -> None:
+        """Journal an event; then `apply` is called on the loop with the payload's location, and `done` with its result.
+
+        Events given in one turn of the loop with the same `together` are all written, or none of them is.
+        """
         if not self.is_open:
             done(None, JournalError("the server is shutting down; send it again to the next one"))
             return
-        self._gathered.append(_Write(encode_event(event), payload, apply, done))
+        self._gathered.append(_Write(encode_event(event), payload, apply, done, together))
         if not self._busy and len(self._gathered) == 1:
             self._loop.call_soon(self._gather)
 
@@ -302,14 +314,14 @@ class Journal:
         self._aside = asyncio.ensure_future(aside())
 
     def _rescue(self, batch: list[_Write], result: committer.Committed) -> None:
-        """A commit failed. Nothing refused may be there after a restart; what still fits, one by one, is kept."""
+        """A commit failed. Nothing refused may be there after a restart; what still fits, one after the other, is kept."""
         segments, before = self.segments, (self.segments.size, self.segments.next_lsn)
         error = result.error
         try:
             segments.cut_back(*before)
             if not result.in_sync:
-                for write in batch:
-                    write.error = write.error or self._write_one(write)
+                for _, several in itertools.groupby(batch, lambda write: write.together or id(write)):
+                    self._write_together(list(several))
                 error = self._sync() if self.durability == "safe" else None
                 if error is not None:
                     segments.cut_back(*before)
@@ -319,16 +331,20 @@ class Journal:
         for write in batch:
             write.error = write.error or error
 
-    def _write_one(self, write: _Write) -> OSError | None:
-        segments = self.segments
-        size, lsn = segments.size, segments.next_lsn
-        head = self._place(write, lsn, size)
-        result = committer.write_and_sync([head, write.payload], segments.fd, size, False)
-        if result.error is not None:
-            segments.cut_back(size, lsn)
-        else:
-            segments.grow(size + len(head) + len(write.payload), lsn + 1)
-        return result.error
+    def _write_together(self, writes: list[_Write]) -> None:
+        """Append these records, or none of them."""
+        segments, before = self.segments, (self.segments.size, self.segments.next_lsn)
+        error = writes[0].error
+        for write in writes:
+            if error is not None:
+                break
+            head = self._place(write, segments.next_lsn, segments.size)
+            error = committer.write_and_sync([head, write.payload], segments.fd, segments.size, False).error
+            segments.grow(segments.size + len(head) + len(write.payload), segments.next_lsn + 1)
+        if error is not None:
+            segments.cut_back(*before)
+            for write in writes:
+                write.error = error
 
     def _is_disk_full(self) -> bool:
         """Asks the system every few milliseconds while there is room, every time while there is none."""

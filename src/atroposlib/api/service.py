@@ -267,20 +267,34 @@ class RolloutService:
     # ---- data ---------------------------------------------------------------------------------------------------------
 
     async def submit(self, groups: list[WireGroup]) -> list[int]:
-        """Store groups; for each -1 (queued) or the sequences buffered. An id that was there before is answered as before."""
+        """Store all groups or none; for each -1 (queued) or the sequences buffered. An id that was there before is answered as before."""
         if len(groups) == 1:
             return [await self._submit(groups[0])]
+        await self._let_arrive(groups)
         for group in groups:
             self.store.check_size(group)
-        return list(await asyncio.gather(*(self._submit(group) for group in groups)))
+        together = object()
+        return list(await asyncio.gather(*[self._submit(group, together) for group in groups]))
 
-    async def _submit(self, group: WireGroup) -> int:
+    async def _let_arrive(self, groups: list[WireGroup]) -> None:
+        """What is being written for somebody else may yet be refused; the groups here should not depend on it."""
+        while waiting := next((self._arriving[g.group_id] for g in groups if g.group_id in self._arriving), None):
+            done, answered = _answer_to_future()
+            waiting.append(lambda answer, error, answered=answered: answered(answer, None))  # type: ignore[misc]
+            await done
+
+    def _submit(self, group: WireGroup, together: object | None = None) -> asyncio.Future[int]:
         done, answered = _answer_to_future()
-        answer = self.submit_one(group, answered)
-        return cast(int, await done) if answer is None else answer
+        answer = self.submit_one(group, answered, together)
+        if answer is not None:
+            done.set_result(answer)
+        return done
 
-    def submit_one(self, group: WireGroup, answered: Done) -> int | None:
-        """As `submit` for one group: the answer, or None: `answered` is called with it when the journal is written."""
+    def submit_one(self, group: WireGroup, answered: Done, together: object | None = None) -> int | None:
+        """As `submit` for one group: the answer, or None: `answered` is called with it when the journal is written.
+
+        `together`: as for `Journal.write`.
+        """
         store, group_id = self.store, group.group_id
         store.envs.touch(group.env_id)
         if group_id is not None:
@@ -296,7 +310,9 @@ class RolloutService:
         if group_id is not None:
             self._arriving[group_id] = [answered]
             answered = functools.partial(self._answer_all, group_id)
-        self.journal.write(event, group.payload, lambda location: self._add_group(event, group, location), answered)
+        self.journal.write(
+            event, group.payload, lambda location: self._add_group(event, group, location), answered, together
+        )
         return None
 
     def _answer_all(self, group_id: str, answer: Any, error: Exception | None) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -28,7 +30,7 @@ from atroposlib.api.schemas import Registration
 from atroposlib.api.service import RolloutService
 from atroposlib.api.snapshot import encode_snapshot, restore_snapshot, take_snapshot
 from atroposlib.api.store import RolloutStore
-from atroposlib.api.wire import parse_json_groups
+from atroposlib.api.wire import WireGroup, parse_json_groups
 from atroposlib.errors import JournalError
 from atroposlib.testing.api import ApiProcess, serve_api
 
@@ -143,8 +145,6 @@ def test_a_file_size_limit_acts_like_a_full_disk(tmp_path: Path) -> None:
         call = Caller(api.url)
         call.start()
         call.post("/scored_data", group(1))
-        import resource
-
         resource.prlimit(api.pid, resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
         big = group(2, length=20_000)
         reply = requests.post(f"{api.url}/scored_data", json=big, timeout=10)
@@ -157,6 +157,24 @@ def test_a_file_size_limit_acts_like_a_full_disk(tmp_path: Path) -> None:
         api.kill()
         api.restart()
         assert [call.batch(), call.batch(), call.batch(), call.batch()] == [[1], [3], [2], None]
+
+
+def test_a_list_that_does_not_fit_is_refused_whole(tmp_path: Path) -> None:
+    """Its first group alone would still fit; a client without ids that sends the list again must not have it twice."""
+    with serve_api("--no-live-page", data_dir=tmp_path, log_file=tmp_path / "log") as api:
+        call = Caller(api.url)
+        call.start()
+        call.post("/scored_data", group(1))
+        resource.prlimit(api.pid, resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+        several = [group(2), group(3, length=20_000), group(4)]
+        assert "cannot be written" in call.post("/scored_data_list", several, status=507)["detail"]
+        assert call.get("/status")["queue_size"] == 1
+        assert call.post("/scored_data", group(5)) == {"status": "received"}
+        api.kill()
+        api.restart()
+        assert call.get("/status")["queue_size"] == 2
+        assert call.post("/scored_data_list", several) == {"status": "received", "groups_processed": 3}
+        assert [call.batch() for _ in range(6)] == [[1], [5], [2], [3], [4], None]
 
 
 # ---- the journal itself -----------------------------------------------------------------------------------------------
@@ -437,6 +455,68 @@ def test_a_nearly_full_disk_takes_no_groups_but_positions(tmp_path: Path) -> Non
         assert service.store.ledger.committed == 1
 
     _run(tmp_path, work)
+
+
+def test_what_a_disk_that_fills_up_keeps_of_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two lists and two single groups in one commit: of what does not fit nothing is kept, of the rest everything."""
+    limit = 12_000
+    really = os.pwrite
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        if offset >= limit:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return really(fd, data[: limit - offset], offset)
+
+    async def work(service: RolloutService) -> list[Any]:
+        await service.register(Registration(**registration(batch_size=4)))
+        lists = [[(1, 3), (2, 200)], [(3, 3), (4, 800), (5, 3)], [(6, 3)], [(7, 800)]]
+        waiting = [_groups(*(group(mark, length=length) for mark, length in each)) for each in lists]
+        with monkeypatch.context() as full:
+            full.setattr(os, "pwritev", lambda fd, parts, offset: pwrite(fd, b"".join(parts), offset))
+            full.setattr(os, "pwrite", pwrite)
+            answers = await asyncio.gather(*map(service.submit, waiting), return_exceptions=True)
+        return answers
+
+    monkeypatch.setenv("ATROPOS_NATIVE", "0")
+    store, (first, second, third, fourth) = _run(tmp_path, work)
+    assert (first, third) == ([-1, -1], [-1])
+    for refused in (second, fourth):
+        assert isinstance(refused, JournalError)
+        assert "No space left on device" in str(refused)
+    assert _marks(store) == [1, 2, 6]
+    (tmp_path / "snapshot").unlink()
+    again, _ = _run(tmp_path, lambda s: asyncio.sleep(0))
+    assert _marks(again) == [1, 2, 6]
+
+
+def test_a_list_with_a_group_that_is_just_being_refused_is_one_thing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another request sent the same id a moment before and fails; the list is written whole, with the group."""
+
+    async def work(service: RolloutService) -> list[Any]:
+        await service.register(Registration(**registration(batch_size=4)))
+        with monkeypatch.context() as broken:
+            broken.setattr(committer, "_sync", _no_sync)
+            alone = asyncio.ensure_future(service.submit(_groups(group(1, group_id="one"))))
+            await asyncio.sleep(0)  # it is given to the journal
+            listed = asyncio.ensure_future(service.submit(_groups(group(2), group(1, group_id="one"))))
+            with pytest.raises(JournalError):
+                await alone
+        return await listed
+
+    monkeypatch.setenv("ATROPOS_NATIVE", "0")
+    store, answers = _run(tmp_path, work)
+    assert answers == [-1, -1]
+    assert _marks(store) == [2, 1]
+
+
+def _groups(*groups: dict[str, Any]) -> list[WireGroup]:
+    return parse_json_groups(json.dumps(groups).encode(), many=True)
+
+
+def _marks(store: RolloutStore) -> list[int]:
+    return [json.loads(stored.payload or b"")["tokens"][0][0] for stored in store.groups.values()]
 
 
 def test_a_connection_that_was_sent_a_batch_keeps_none_of_its_groups(tmp_path: Path) -> None:
