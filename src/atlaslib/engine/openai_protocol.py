@@ -73,11 +73,11 @@ STREAM_OPTIONS = frozenset({"include_usage", "include_obfuscation"})
 
 
 class RequestError(AtroposError, ValueError):
-    """A request the policy server cannot serve, with the HTTP status and the field to blame."""
+    """A request the policy server cannot serve, with the HTTP status, the field to blame and when a 429 may be over."""
 
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None) -> None:
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, retry_after_s: int = 1) -> None:
         super().__init__(message)
-        self.status, self.param = status, param
+        self.status, self.param, self.retry_after_s = status, param, retry_after_s
 
 
 @dataclass(kw_only=True, slots=True)

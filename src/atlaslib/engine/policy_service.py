@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
+import math
+import time
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from atlaslib.engine.sequence import Completion
 from atlaslib.errors import AtroposError, ConfigError, EngineInputError
 
 DEFAULT_COMPLETION_TOKENS = 16  # what the official API takes for plain completions
+MAX_RETRY_AFTER_S = 60
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,6 +55,7 @@ class PolicyService:
         self.thread, self.tokenizer, self.model_name = engine_thread, tokenizer, model_name
         self.max_open, self.logprobs_mode = max_open, logprobs_mode
         self.metrics = ServerMetrics()
+        self._ended: deque[tuple[float, int]] = deque(maxlen=64)  # (when, samples); the first only says since when
         self.replies = ReplyWriter(tokenizer, model_name, tool_format)
 
     @property
@@ -195,6 +199,7 @@ class PolicyService:
             raise RequestError(
                 f"{self.metrics.num_open} samples are open and {wanted} more would pass the limit of {self.max_open}; try again shortly",
                 status=429,
+                retry_after_s=self._seconds_until(self.metrics.num_open + wanted - self.max_open),
             )
         futures: list[Future[list[Completion]]] = []
         try:
@@ -203,11 +208,22 @@ class PolicyService:
         except EngineInputError as error:
             self.abort(futures)
             raise RequestError(str(error), param=wire.blamed_field(str(error), default=field)) from error
+        if not self.metrics.num_open:  # idle time says nothing about how fast samples end
+            self._ended.clear()
+            self._ended.append((time.monotonic(), 0))
         self.metrics.num_open += wanted
         return futures
 
+    def _seconds_until(self, missing: int) -> int:
+        """When `missing` samples more will have ended, at the rate of the last requests; 1 while none has."""
+        (since, _), *later = self._ended
+        ended = sum(count for _, count in later)
+        seconds = missing * (time.monotonic() - since) / ended if ended else 1
+        return min(max(1, math.ceil(seconds)), MAX_RETRY_AFTER_S)
+
     def done(self, wanted: int, completions: list[Completion]) -> None:
         self.metrics.num_open -= wanted
+        self._ended.append((time.monotonic(), wanted))
         self.metrics.generated_tokens += sum(len(completion.token_ids) for completion in completions)
 
     def abort(self, futures: list[Future[list[Completion]]]) -> None:

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 LARGE_BODY = 32 * 2**10
 """Bytes: about 10 ms of tokenizing."""
+MAX_BODY = 128 * 2**20
+"""Bytes: 4096 prompts of 4096 token ids, many times the longest single prompt."""
 Parsed = TypeVar("Parsed")
 
 
@@ -54,8 +56,13 @@ def create_app(
     max_open: int = 4096,
     logprobs_mode: LogprobsMode = "temperature",
     tool_format: str = "hermes",
+    max_body_bytes: int = MAX_BODY,
 ) -> FastAPI:
-    """The HTTP face of a running engine. ``max_open`` bounds the samples waiting or running; beyond it a request gets 429."""
+    """The HTTP face of a running engine.
+
+    ``max_open`` bounds the samples waiting or running; beyond it a request gets 429, and one of more bytes than
+    ``max_body_bytes`` gets 413.
+    """
     service = PolicyService(
         engine_thread,
         tokenizer,
@@ -65,7 +72,7 @@ def create_app(
         tool_format=tool_format,
     )
     app = FastAPI(title="Policy server", version="1")
-    app.state.service = service
+    app.state.service, app.state.max_body_bytes = service, max_body_bytes
     app.add_middleware(TokenGate, token=token, open_paths=("/health",))
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(AtroposError, _failed)
@@ -221,7 +228,7 @@ async def _counted(service: PolicyService, request: Request, call_next: Any) -> 
 async def _parsed(request: Request, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
     """The body, read by `parse`: a large one in a thread, since tokenizing it would hold up every other reply."""
     try:
-        raw = await request.body()
+        raw = await _body(request, request.app.state.max_body_bytes)
     except ClientDisconnect as error:
         raise RequestError("the client went away", status=499) from error
     if len(raw) < LARGE_BODY:
@@ -229,7 +236,25 @@ async def _parsed(request: Request, parse: Callable[[dict[str, Any]], Parsed]) -
     return await asyncio.to_thread(lambda: parse(_json_object(raw)))
 
 
-def _json_object(raw: bytes) -> dict[str, Any]:
+async def _body(request: Request, limit: int) -> bytearray:
+    """No more of it is held than `limit`; what follows a refusal is dropped as it comes."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(int(declared), limit)
+    raw = bytearray()
+    async for part in request.stream():
+        raw += part
+        if len(raw) > limit:
+            raise _too_large(len(raw), limit)
+    return raw
+
+
+def _too_large(size: int, limit: int) -> RequestError:
+    message = f"the body has {size} bytes or more and the limit is {limit}; ask in smaller parts"
+    return RequestError(message, status=413)
+
+
+def _json_object(raw: bytearray) -> dict[str, Any]:
     try:
         body = json.loads(raw)
         if b"\\u" in raw:  # an escape may be half a character, which is no text
@@ -270,7 +295,7 @@ def _event_stream(events: AsyncIterator[str]) -> StreamingResponse:
 async def _refuse(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     kind = "rate_limit_error" if error.status == 429 else "invalid_request_error"
-    headers = {"retry-after": "1"} if error.status == 429 else {}
+    headers = {"retry-after": str(error.retry_after_s)} if error.status == 429 else {}
     return JSONResponse(
         wire.error_body(str(error), kind=kind, param=error.param), status_code=error.status, headers=headers
     )

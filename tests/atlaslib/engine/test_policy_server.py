@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -16,9 +17,9 @@ import httpx
 import openai
 import pytest
 
-from atlaslib.engine import Engine, EngineConfig, EngineThread
+from atlaslib.engine import Engine, EngineConfig, EngineThread, policy_service
 from atlaslib.engine.policy_service import PolicyService
-from atlaslib.engine.server import LARGE_BODY, ServerHandle, serve_in_thread
+from atlaslib.engine.server import LARGE_BODY, MAX_BODY, ServerHandle, serve_in_thread
 from atlaslib.errors import ConfigError
 from atlaslib.models.tiny import tiny_llama
 from atroposlib.testing.tiny_tokenizer import build_tiny_tokenizer
@@ -57,8 +58,12 @@ def requests(http: httpx.Client, route: str, status: int) -> int:
 
 
 def wait_until_idle(http: httpx.Client) -> None:
+    wait_until_open(http, 0)
+
+
+def wait_until_open(http: httpx.Client, samples: int) -> None:
     deadline = time.monotonic() + 30
-    while "atropos_engine_open_samples 0\n" not in http.get("/metrics").text:
+    while f"atropos_engine_open_samples {samples}\n" not in http.get("/metrics").text:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -417,6 +422,66 @@ def test_too_much_at_once_is_429(served: tuple[EngineThread, Any, ServerHandle],
             assert reply.status_code == 429
             assert reply.headers["retry-after"] == "1"
     wait_until_idle(http)
+
+
+def test_a_429_says_when_there_will_be_room(
+    served: tuple[EngineThread, Any, ServerHandle], http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(policy_service, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True}
+
+    def retry_after(n: int) -> str:
+        reply = http.post("/v1/completions", json={"prompt": "a", "n": n})
+        assert reply.status_code == 429
+        return reply.headers["retry-after"]
+
+    with served[0].engine.exclusive(), http.stream("POST", "/v1/completions", json=body | {"n": 56}):
+        with http.stream("POST", "/v1/completions", json=body | {"n": 8}):
+            clock.now += 16.0
+            assert retry_after(64) == "1"  # nothing has ended yet: no rate
+        wait_until_open(http, 56)
+        assert [retry_after(n) for n in (9, 10, 13, 64)] == ["2", "4", "10", "60"]  # 8 in 16 s
+    wait_until_idle(http)
+    clock.now += 3600.0
+    with served[0].engine.exclusive(), http.stream("POST", "/v1/completions", json=body | {"n": 64}):
+        assert retry_after(64) == "1"  # the idle hour does not count
+    wait_until_idle(http)
+
+
+def test_a_body_too_large_is_refused_before_it_is_held(served: tuple[EngineThread, Any, ServerHandle]) -> None:
+    loop, tokenizer, _ = served
+    handle = serve_in_thread(loop, tokenizer, max_body_bytes=1000)
+    body = json.dumps({"prompt": "a", "max_tokens": 1})
+    try:
+        with httpx.Client(base_url=handle.url, timeout=30) as http:
+            whole = http.post("/v1/completions", content=body.ljust(1000))
+            assert whole.status_code == 200
+            for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/v1/score"):
+                over = http.post(path, content=body.ljust(1001))
+                assert over.status_code == 413
+                assert over.json()["error"] == {
+                    "message": "the body has 1001 bytes or more and the limit is 1000; ask in smaller parts",
+                    "type": "invalid_request_error",
+                    "param": None,
+                    "code": None,
+                }
+            parts = (b" " * 2**16 for _ in range(64))  # a body that does not say how long it is
+            chunked = http.post("/v1/completions", content=parts)
+            assert chunked.status_code == 413
+            assert "and the limit is 1000;" in chunked.json()["error"]["message"]
+            assert requests(http, "/v1/completions", 413) == 2
+            assert http.post("/v1/completions", content=body).status_code == 200
+    finally:
+        handle.stop()
+
+
+def test_a_body_that_says_it_is_too_large_is_not_waited_for(http: httpx.Client) -> None:
+    with socket.create_connection((http.base_url.host, http.base_url.port), timeout=30) as raw:
+        raw.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 10000000000\r\n\r\n{")
+        reply = raw.recv(10_000).decode()
+    assert reply.startswith("HTTP/1.1 413 ")
+    assert f"the body has 10000000000 bytes or more and the limit is {MAX_BODY};" in reply
 
 
 def test_a_stopped_engine_is_503_not_the_clients_fault() -> None:
