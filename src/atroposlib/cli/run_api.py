@@ -109,14 +109,13 @@ def serve(options: argparse.Namespace) -> int:
         make_folder(settings.data_dir, "--data-dir")
     sock = _listen(options.host, options.port)
     host, port = sock.getsockname()[:2]
-    if options.no_live_page:
-        app = build_app(settings)
-    else:
-        run_log = open_run_log(settings.data_dir)
-        app = build_app(settings, observers=[run_log])
-        attach_live_page(app, run_log)
+    app = build_app(settings)
     if (journal := app.state.service.journal) is not None:
-        journal.take_folder()
+        journal.take_folder()  # before anything in it is opened: another server may be using it
+    if not options.no_live_page:
+        run_log = open_run_log(settings.data_dir)
+        app.state.service.store.observers.append(run_log)
+        attach_live_page(app, run_log)
     server = server_for(app, options.log_level)
     where = (
         "in memory"

@@ -132,11 +132,28 @@ def test_an_orderly_stop_keeps_everything_too(durable: ApiProcess) -> None:
     assert call.batch() == [1]
 
 
-def test_a_second_server_on_the_same_folder_is_refused(durable: ApiProcess, tmp_path: Path) -> None:
-    other = ApiProcess(["--data-dir", str(tmp_path / "data"), "--no-live-page"], 0, tmp_path / "other")
-    with pytest.raises(RuntimeError, match="ended with"):
-        other.start()
-    assert "used by another rollout server" in (tmp_path / "other").read_text()
+def test_a_second_server_on_the_same_folder_is_refused_and_touches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data"
+    monkeypatch.setenv("ATROPOS_RUN_NAME", "first")
+    with serve_api(data_dir=data, log_file=tmp_path / "log") as api:
+        Caller(api.url).start()
+        os.kill(api.pid, signal.SIGSTOP)  # it writes nothing itself meanwhile
+        try:
+            before = _contents(data)
+            monkeypatch.setenv("ATROPOS_RUN_NAME", "second")
+            other = ApiProcess(["--data-dir", str(data)], 0, tmp_path / "other")
+            with pytest.raises(RuntimeError, match="ended with"):
+                other.start()
+            assert "used by another rollout server" in (tmp_path / "other").read_text()
+            assert _contents(data) == before
+        finally:
+            os.kill(api.pid, signal.SIGCONT)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_file_size_limit_acts_like_a_full_disk(tmp_path: Path) -> None:
