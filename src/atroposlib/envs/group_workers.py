@@ -89,8 +89,11 @@ class GroupWorkers:
         item = env.running_items[item_uuid]["item"]
         watch = Stopwatch()
         result = await self._collect(item)
-        if result:
-            result = await self._postprocess(result)
+        try:
+            result = await postprocess(env, result)
+        except Exception as error:  # user code: counted and shown, never a score
+            env.statistics.failures.record("postprocess_histories", error)
+            result = None
         env.running_items.pop(item_uuid, None)
         self._tried_again.pop(id(item), None)
         append_bounded(env.task_duration, watch.seconds)
@@ -126,14 +129,6 @@ class GroupWorkers:
         env.backlog.extend(backlog or [])
         groups.add_policy_versions(result, versions)
         return result
-
-    async def _postprocess(self, result: Any) -> Any:
-        try:
-            processed = self.env.postprocess_histories(result)
-            return await processed if inspect.isawaitable(processed) else processed
-        except Exception as error:  # user code: counted and shown, never a score
-            self.env.statistics.failures.record("postprocess_histories", error)
-            return None
 
     def _back_off(self) -> None:
         """After many failures in a row new groups wait a little, longer each time."""
@@ -182,6 +177,14 @@ class GroupWorkers:
             else:
                 del self._tried_again[id(item)]
             self._cancel(record)
+
+
+async def postprocess(env: BaseEnv, result: Any) -> Any:
+    """What the environment's ``postprocess_histories``, a coroutine or a plain function, makes of a result; no result stays none."""
+    if not result:
+        return result
+    processed = env.postprocess_histories(result)
+    return await processed if inspect.isawaitable(processed) else processed
 
 
 def append_bounded(values: list[float], value: float) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs import groups
+from atroposlib.envs.group_workers import postprocess
 from atroposlib.envs.server_handling.policy_versions import record_policy_versions
 from atroposlib.errors import AtroposError
 
@@ -105,8 +106,11 @@ class ProcessRunner:
             result, backlog = await env.collect_trajectories(item)
         env.backlog.extend(backlog or [])
         groups.add_policy_versions(result, versions)
-        if result:
-            result = await env.postprocess_histories(result)
+        try:
+            result = await postprocess(env, result)
+        except Exception as error:  # user code: counted and shown, costs this item
+            env.statistics.failures.record("postprocess_histories", error)
+            return 0
         made = [group for group in (result if isinstance(result, list) else [result]) if group]
         written = 0
         for group in made:

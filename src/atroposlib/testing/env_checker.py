@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
+from atroposlib.envs.group_workers import postprocess
 from atroposlib.testing.scripted_server import script
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 
@@ -260,7 +261,7 @@ async def _collect(report: Report, env: BaseEnv, item: Any, timeout_s: float) ->
     return await _call(
         report,
         "postprocess_histories()",
-        env.postprocess_histories(result[0]),
+        postprocess(env, result[0]),
         timeout_s,
         "it gets what collect_trajectories() made and returns it, changed or not, or None to drop it",
     )

@@ -111,6 +111,21 @@ async def test_a_rollout_that_is_cancelled_from_inside_is_a_failure_of_its_item(
     assert env.statistics.failures.by_place["collect_trajectories"] == 1
 
 
+async def test_postprocess_histories_may_be_a_plain_function_and_fail(tiny_tokenizer_dir: Path, tmp_path: Path):
+    class Plain(NumbersEnv):
+        def postprocess_histories(self, trajectories: Any) -> Any:
+            text = self.tokenizer.decode(trajectories["tokens"][0])
+            if text == "item 0":
+                raise KeyError("no such key")
+            return None if text == "item 1" else trajectories | {"scores": [7.0, 8.0]}
+
+    env = prepare(tiny_tokenizer_dir, tmp_path / "g.jsonl", Plain, groups=2, max_num_workers=1)
+    await env.process_manager()
+    lines = [json.loads(line) for line in (tmp_path / "g.jsonl").read_text().splitlines()]
+    assert [line["scores"] for line in lines] == [[7.0, 8.0], [7.0, 8.0]]
+    assert dict(env.statistics.failures.by_place) == {"postprocess_histories": 1}
+
+
 def test_a_file_of_groups_where_no_folder_can_be(tiny_tokenizer_dir: Path, tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="data_path_to_save_groups: the folder"):

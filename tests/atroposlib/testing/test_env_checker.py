@@ -144,9 +144,14 @@ async def test_the_last_look_at_a_group_is_checked_as_it_will_be_called() -> Non
     async def postprocess(self: Any, group: Any) -> Any:
         return group["no such key"]
 
-    report = await findings(broken(postprocess_histories=postprocess))
-    assert not report.ok
-    assert "postprocess_histories() raised KeyError: 'no such key'" in str(report)
+    def plain(self: Any, group: Any) -> Any:
+        return group["no such key"]
+
+    for hook in (postprocess, plain):
+        report = await findings(broken(postprocess_histories=hook))
+        assert not report.ok
+        assert "postprocess_histories() raised KeyError: 'no such key'" in str(report)
+    assert (await findings(broken(postprocess_histories=lambda self, group: group))).ok
     assert (await findings(broken(postprocess_histories=postprocess, collect_trajectories=no_group))).ok
 
 
