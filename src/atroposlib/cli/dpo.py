@@ -18,6 +18,7 @@ from atroposlib.cli.group_collection import (
     run,
     split_texts,
 )
+from atroposlib.utils.closed_pipe import ends_with_its_reader
 
 __all__ = ["check_for_batch", "dpo_data_grabber", "find_common_prefix", "grab_group_data", "main", "register_to_api"]
 
@@ -81,6 +82,7 @@ def dpo_data_grabber(argv: Sequence[str] | None = None, *, client: Any = None) -
     return run(arguments, rows_of, groups_per_batch=_GROUPS_PER_BATCH, label="preference pairs", client=client)
 
 
+@ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; a wrong setting is one line and exit code 2."""
     return exit_code("atropos-dpo-gen", dpo_data_grabber, argv)

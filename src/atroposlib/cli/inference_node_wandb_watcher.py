@@ -13,6 +13,7 @@ from typing import Any
 from atroposlib.envs.server_handling.slurm import FIRST_PORT, GPUS_PER_NODE
 from atroposlib.errors import MissingExtraError
 from atroposlib.frontend.latest_group import fetch_json
+from atroposlib.utils.closed_pipe import ends_with_its_reader
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ def _ask(fetch: Callable[[str], dict[str, Any]], url: str) -> dict[str, Any]:
         return {}
 
 
+@ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="inference-node-wandb-watcher", description=__doc__)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from atroposlib import __version__
 from atroposlib.errors import AtroposError, unknown_name_message
+from atroposlib.utils.closed_pipe import ends_with_its_reader
 
 
 class Command(NamedTuple):
@@ -43,6 +44,7 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+@ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code (0 success, 1 failure, 2 wrong usage)."""
     arguments = list(sys.argv[1:] if argv is None else argv)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from atroposlib.access import check_bind
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.cli import make_folder
+from atroposlib.utils.closed_pipe import ends_with_its_reader
 
 if TYPE_CHECKING:
     import uvicorn
@@ -192,6 +193,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     return serve(options)
 
 
+@ends_with_its_reader
 def main() -> int:
     """Entry point of `run-api`."""
     try:

@@ -17,6 +17,7 @@ from atroposlib.cli.group_collection import (
     run,
     split_texts,
 )
+from atroposlib.utils.closed_pipe import ends_with_its_reader
 
 __all__ = ["check_for_batch", "find_common_prefix", "grab_group_data", "main", "register_to_api", "sft_data_grabber"]
 
@@ -76,6 +77,7 @@ def sft_data_grabber(argv: Sequence[str] | None = None, *, client: Any = None) -
     return run(arguments, rows_of, groups_per_batch=arguments.tasks_per_step, label="fine-tuning rows", client=client)
 
 
+@ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; a wrong setting is one line and exit code 2."""
     return exit_code("atropos-sft-gen", sft_data_grabber, argv)

@@ -15,6 +15,7 @@ from typing import Any
 
 from atroposlib.cli.group_collection import DEFAULT_TOKENIZER
 from atroposlib.frontend.latest_group import Decode, create_viewer_app, fetch_json, fetch_latest
+from atroposlib.utils.closed_pipe import ends_with_its_reader
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +136,7 @@ def run_viewer(argv: Sequence[str] | None, *, prog: str, tokenizer: str, show_im
     return 0
 
 
+@ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``view-run``."""
     return run_viewer(argv, prog="view-run", tokenizer=DEFAULT_TOKENIZER, show_images=False)

@@ -26,6 +26,7 @@ from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManagerConfig
 from atroposlib.errors import AtroposError, ConfigError, unknown_name_message
 from atroposlib.utils import cli
+from atroposlib.utils.closed_pipe import ends_with_its_reader
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
@@ -282,6 +283,7 @@ def write_evaluate_config(settings: RunSettings) -> None:
     (folder / "evaluate_config.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
 
+@ends_with_its_reader
 def main(env_cls: type[BaseEnv], argv: Sequence[str]) -> int:
     """Run one command of an environment; returns the exit code (0, 1 for a failed run, 2 for wrong usage)."""
     from atroposlib.envs.env_help import command_help, overview
