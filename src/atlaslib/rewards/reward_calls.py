@@ -187,8 +187,8 @@ class RewardSet:
 
 
 def reward_name(function: RewardFunc) -> str:
-    """The name of a reward in metrics: ``__name__``, ``name``, or the class."""
-    for attribute in ("__name__", "name"):
+    """The name of a reward in metrics: ``__name__``, what the registry was asked for, ``name``, or the class."""
+    for attribute in ("__name__", "created_as", "name"):
         value = getattr(function, attribute, None)
         if isinstance(value, str) and value:
             return value

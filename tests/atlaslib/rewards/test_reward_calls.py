@@ -110,6 +110,7 @@ def test_only_named_columns_for_a_strict_signature() -> None:
 
 def test_a_registered_reward_by_name() -> None:
     table = RewardSet(["accuracy"]).score(make_inputs(1, solution=["\\boxed{4}"]))
+    assert table.names == ["accuracy"]
     assert len(table.totals) == 1
 
 

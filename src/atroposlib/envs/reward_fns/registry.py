@@ -85,6 +85,7 @@ class RewardRegistry:
         entry = self.get(name)
         if isinstance(entry, type):
             reward: RewardFunction = entry(**settings)
+            reward.created_as = str(settings.get("name") or name)
             return reward
         return LegacyFunctionWrapper(entry, **{"name": name, **settings})
 

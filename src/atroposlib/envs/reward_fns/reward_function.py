@@ -32,6 +32,8 @@ class RewardFunction(ABC):
     weight: float = 1.0
     num_failures: int = 0
     """Completions so far whose reward could not be computed."""
+    created_as: str | None = None
+    """What it is called where the registry was asked for it."""
     wandb_logger: Any = None
     _name: str | None = None
     _kinds_logged: frozenset[str] = frozenset()
@@ -45,6 +47,11 @@ class RewardFunction(ABC):
     def name(self) -> str:
         """The given name, else the class name in lower case."""
         return self._name or type(self).__name__.lower()
+
+    @property
+    def _shown(self) -> str:
+        """What its user wrote, for messages: the given name, the registry's, or the class's."""
+        return self._name or self.created_as or type(self).__name__
 
     @abstractmethod
     def compute(self, completions: Sequence[Any], **kwargs: Any) -> Sequence[float | None]:
@@ -83,14 +90,14 @@ class RewardFunction(ABC):
                 rewards.append(None)
         if all(reward is None for reward in rewards):
             raise RewardComputationError(
-                f"the reward {self.name!r} failed for all {len(rewards)} completions "
+                f"the reward {self._shown!r} failed for all {len(rewards)} completions "
                 f"({type(first_error).__name__}: {first_error}); fix the reward or what it is given"
             ) from first_error
         return rewards
 
     def _checked(self, rewards: Sequence[float | None], expected: int) -> list[float | None]:
         if len(rewards) != expected:
-            raise ValueError(f"the reward {self.name!r} returned {len(rewards)} values for {expected} completions")
+            raise ValueError(f"the reward {self._shown!r} returned {len(rewards)} values for {expected} completions")
         checked: list[float | None] = []
         for index, reward in enumerate(rewards):
             number = None if reward is None else float(reward)
@@ -105,7 +112,7 @@ class RewardFunction(ABC):
         kind = f"{type(error).__name__}: {error}"[:200]
         if kind not in self._kinds_logged:
             self._kinds_logged |= {kind}
-            logger.error("reward %r failed for completion %d; it gets no reward", self.name, index, exc_info=error)
+            logger.error("reward %r failed for completion %d; it gets no reward", self._shown, index, exc_info=error)
 
     def set_wandb_logger(self, wandb_logger: Any) -> None:
         """Send metrics of every call to ``wandb_logger.log``."""

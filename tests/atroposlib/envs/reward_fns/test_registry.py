@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from atroposlib.envs.reward_fns import CombinedReward, registry
+from atroposlib.envs.reward_fns.accuracy_reward import AccuracyReward
 from atroposlib.envs.reward_fns.registry import BUILTIN, LegacyFunctionWrapper, RewardRegistry
 from atroposlib.envs.reward_fns.reward_function import RewardFunction
-from atroposlib.errors import UnknownRewardError
+from atroposlib.errors import RewardComputationError, UnknownRewardError
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,30 @@ def test_combined_weights_five_and_zero() -> None:
     )
     assert reward(["<think>a</think>", "b"]) == [5.0, 0.0]
     assert reward.name == "combined(formatreward,formatreward)"
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (lambda: registry.create("accuracy"), "the reward 'accuracy' failed"),
+        (lambda: registry.create({"type": "accuracy", "name": "exact"}), "the reward 'exact' failed"),
+        (lambda: AccuracyReward(), "the reward 'AccuracyReward' failed"),
+        (lambda: registry.create({"type": "combined", "rewards": ["accuracy"]}), "the reward 'combined' failed"),
+    ],
+)
+def test_an_error_calls_a_reward_as_its_user_wrote_it(
+    made: Callable[[], RewardFunction], expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    reward = made()
+    with pytest.raises(RewardComputationError, match=expected) as caught:
+        reward(["no solution is given"])
+    assert "accuracyreward" not in f"{caught.value} {caplog.text}"
+
+
+def test_what_a_reward_was_created_as() -> None:
+    assert registry.create("accuracy").created_as == "accuracy"
+    assert registry.create({"type": "accuracy", "name": "exact"}).created_as == "exact"
+    assert registry.create("accuracy").name == "accuracyreward"  # in the metrics of environments, as it has always been
 
 
 def test_combined_scales_and_keeps_failures() -> None:
