@@ -8,6 +8,7 @@ numbers. This module is imported on CUDA only.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,9 +19,25 @@ from torch import Tensor
 SAMPLE_CHUNK = 4096
 
 
+@cache
+def early_launch() -> dict[str, bool]:
+    """Launch options of every kernel here: from Hopper on, it is set up while the one before still runs."""
+    early = torch.cuda.get_device_capability() >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
+@triton.jit
+def wait_for_inputs(EARLY: tl.constexpr):
+    """First thing in every kernel: what came before has ended. Then the next kernel may be set up, up to this point."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 @triton.jit
 def _unpack_info(INFO, LAST, TABLES, IDS, POSITIONS, SLOTS, rows, table_width,
-                 BLOCK: tl.constexpr, INFO_WIDTH: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+                 BLOCK: tl.constexpr, INFO_WIDTH: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    wait_for_inputs(EARLY)
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     real = row < rows
     owner = tl.load(INFO + row * INFO_WIDTH, mask=real, other=0)
@@ -38,7 +55,7 @@ def unpack_info(info: Tensor, last_tokens: Tensor, tables: Tensor, block: int) -
     ids, positions, slots = torch.empty(3, rows + rows % 2, dtype=torch.int64, device=info.device)[:, :rows].unbind(0)
     _unpack_info[(triton.cdiv(rows, 128),)](
         info, last_tokens, tables, ids, positions, slots, rows, tables.stride(0),
-        BLOCK=block, INFO_WIDTH=info.shape[1], SIZE=128, num_warps=4,
+        BLOCK=block, INFO_WIDTH=info.shape[1], SIZE=128, num_warps=4, **early_launch(),
     )  # fmt: skip
     return ids, positions, slots
 
@@ -58,7 +75,9 @@ def _write_kv(
     DK: tl.constexpr,
     DV: tl.constexpr,
     WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     row = tl.program_id(0)
     slot = tl.load(SLOTS + row)
     if slot < 0:
@@ -77,7 +96,7 @@ def write_kv(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Te
     width = triton.next_power_of_2(heads * max(dk, dv))
     _write_kv[(rows,)](
         key, value, keys, values, slots, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        HEADS=heads, DK=dk, DV=dv, WIDTH=width, num_warps=4,
+        HEADS=heads, DK=dk, DV=dv, WIDTH=width, num_warps=4, **early_launch(),
     )  # fmt: skip
 
 
@@ -91,7 +110,8 @@ def _normed(x, WEIGHT, place, eps, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _rms_norm(X, WEIGHT, OUT, eps, WIDTH: tl.constexpr, PAD: tl.constexpr):
+def _rms_norm(X, WEIGHT, OUT, eps, WIDTH: tl.constexpr, PAD: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PAD)
     x = tl.load(X + row * WIDTH + place, mask=place < WIDTH, other=0.0)
@@ -104,13 +124,16 @@ def rms_norm(x: Tensor, norm: Any) -> Tensor:
     out = torch.empty_like(x)
     width = x.shape[1]
     _rms_norm[(x.shape[0],)](
-        x, norm.weight, out, norm.variance_epsilon, WIDTH=width, PAD=triton.next_power_of_2(width), num_warps=4
-    )
+        x, norm.weight, out, norm.variance_epsilon,
+        WIDTH=width, PAD=triton.next_power_of_2(width), num_warps=4, **early_launch(),
+    )  # fmt: skip
     return out
 
 
 @triton.jit
-def _add_norm(X, Y, WEIGHT, SUM, OUT, eps, part_size, PARTS: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr):
+def _add_norm(X, Y, WEIGHT, SUM, OUT, eps, part_size,
+              PARTS: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PAD)
     at = row * WIDTH + place
@@ -131,6 +154,7 @@ def add_norm(x: Tensor, y: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
     _add_norm[(x.shape[0],)](
         x, y, norm.weight, total, out, norm.variance_epsilon, x.numel(),
         PARTS=y.shape[0] if y.dim() == 3 else 1, WIDTH=width, PAD=triton.next_power_of_2(width), num_warps=4,
+        **early_launch(),
     )  # fmt: skip
     return total, out
 
@@ -138,7 +162,8 @@ def add_norm(x: Tensor, y: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
 @triton.jit
 def _rope_and_write(Q, K, V, COS, SIN, Q_NORM, K_NORM, SLOTS, KEYS, VALUES, Q_OUT, eps, q_row, k_row, v_row,
                     QH: tl.constexpr, KH: tl.constexpr, HALF: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr,
-                    NORM: tl.constexpr):  # fmt: skip
+                    NORM: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HEADS)[:, None]
     d = tl.arange(0, PAD)[None, :]
@@ -202,12 +227,14 @@ def rope_and_write(
         q_norm.variance_epsilon if q_norm else 0.0, query.stride(0), key.stride(0), value.stride(0),
         QH=heads, KH=kv_heads, HALF=dim // 2, PAD=triton.next_power_of_2(dim // 2),
         HEADS=triton.next_power_of_2(heads + kv_heads), NORM=head_norms is not None, num_warps=4,
+        **early_launch(),
     )  # fmt: skip
     return q_out.transpose(0, 1)
 
 
 @triton.jit
-def _silu_mul(GATE, UP, OUT, gate_row, up_row, width, SIZE: tl.constexpr):
+def _silu_mul(GATE, UP, OUT, gate_row, up_row, width, SIZE: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     gate = tl.load(GATE + row * gate_row + place, mask=place < width, other=0.0)
@@ -224,13 +251,15 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     rows = out.numel() // width
     size = min(2048, triton.next_power_of_2(width))
     _silu_mul[(rows, triton.cdiv(width, size))](
-        gate, up, out, gate.stride(-2), up.stride(-2), width, SIZE=size, num_warps=4
+        gate, up, out, gate.stride(-2), up.stride(-2), width, SIZE=size, num_warps=4, **early_launch()
     )
     return out
 
 
 @triton.jit
-def _chunk_stats(LOGITS, INFO, STATS, vocab, row_step, num_chunks, CHUNK: tl.constexpr, INFO_WIDTH: tl.constexpr):
+def _chunk_stats(LOGITS, INFO, STATS, vocab, row_step, num_chunks,
+                 CHUNK: tl.constexpr, INFO_WIDTH: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    wait_for_inputs(EARLY)
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -275,7 +304,9 @@ def _pick(
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     INFO_WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     row = tl.program_id(0)
     info = INFO + row * INFO_WIDTH
     temperature = tl.load(info + 6).to(tl.int32).to(tl.float32, bitcast=True)
@@ -324,9 +355,9 @@ def sample_rows(logits: Tensor, info: Tensor, out: Tensor, last_tokens: Tensor) 
     width = info.shape[1]
     step: Any = logits.stride(0)
     _chunk_stats[(rows, chunks)](
-        logits, info, stats, vocab, step, chunks, CHUNK=SAMPLE_CHUNK, INFO_WIDTH=width, num_warps=8
+        logits, info, stats, vocab, step, chunks, CHUNK=SAMPLE_CHUNK, INFO_WIDTH=width, num_warps=8, **early_launch()
     )
     _pick[(rows,)](
         logits, info, stats, out, last_tokens, vocab, step, chunks, out.stride(0),
-        CHUNKS=triton.next_power_of_2(chunks), CHUNK=SAMPLE_CHUNK, INFO_WIDTH=width, num_warps=8,
+        CHUNKS=triton.next_power_of_2(chunks), CHUNK=SAMPLE_CHUNK, INFO_WIDTH=width, num_warps=8, **early_launch(),
     )  # fmt: skip

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from atlaslib.engine.cuda.kernels import early_launch, wait_for_inputs
+
 DECODE_TUNING = [(64, 2, 3), (32, 2, 3), (32, 4, 2)]  # (keys per tile, warps, stages) for head sizes to 64, 128, 256
 # (queries and keys per tile, warps, stages) for head sizes to 64, 128, 256 and beyond
 PREFILL_TUNING = [(128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 16, 4, 1)]
@@ -69,7 +71,8 @@ def _attend_tile(query, KEYS, VALUES, table, head, n, wanted, visible, peak, tot
 def _paged_decode(QUERY, KEYS, VALUES, OUT, TABLES, SLOTS, LENGTHS, scale, softcap, q_head, q_row, table_width, info_step,
                   KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
                   DV: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-                  SOFTCAP: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+                  SOFTCAP: tl.constexpr, EXACT: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    wait_for_inputs(EARLY)
     row = tl.program_id(0)
     head = tl.program_id(1)
     length = tl.load(LENGTHS + row * info_step)
@@ -121,7 +124,7 @@ def paged_decode(
         query.stride(0), query.stride(1), tables.stride(0), slots.stride(0),
         KV_HEADS=kv_heads, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), DK=dk, DKP=triton.next_power_of_2(dk),
         DV=dv, DVP=triton.next_power_of_2(dv), BLOCK=block, TILE=tile, WINDOW=window or 0,
-        SOFTCAP=softcap is not None, EXACT=query.dtype == torch.float32, num_warps=warps, num_stages=stages,
+        SOFTCAP=softcap is not None, EXACT=query.dtype == torch.float32, num_warps=warps, num_stages=stages, **early_launch(),
     )  # fmt: skip
     return out
 
@@ -130,7 +133,8 @@ def paged_decode(
 def _paged_prefill(QUERY, KEYS, VALUES, OUT, TABLES, TILES, scale, softcap, q_head, q_row, table_width,
                    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DKP: tl.constexpr,
                    DV: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-                   SOFTCAP: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+                   SOFTCAP: tl.constexpr, EXACT: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    wait_for_inputs(EARLY)
     tile = TILES + tl.program_id(0) * 4
     count = tl.load(tile + 1).to(tl.int32)
     if count == 0:
@@ -199,6 +203,6 @@ def paged_prefill(
         query.stride(0), query.stride(1), tables.stride(0),
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, ROWS=per_tile, DK=dk, DKP=triton.next_power_of_2(dk), DV=dv,
         DVP=triton.next_power_of_2(dv), BLOCK=block, TILE=tile, WINDOW=window or 0, SOFTCAP=softcap is not None,
-        EXACT=query.dtype == torch.float32, num_warps=warps, num_stages=stages,
+        EXACT=query.dtype == torch.float32, num_warps=warps, num_stages=stages, **early_launch(),
     )  # fmt: skip
     return out
