@@ -2,7 +2,8 @@
 
 This file is executed by the other environment's Python: it imports the standard library and ``verifiers`` only. Requests
 come as JSON lines on standard input, replies go as JSON lines to the file descriptor named by ``--reply-fd``; what the
-environment prints goes to standard error. Every model call carries ``X-Session-ID``, the id of its rollout.
+environment prints goes to standard error. Every model call carries ``X-Session-ID``, the id of its rollout. A worker that
+cannot start says why in its first reply and ends.
 
     {"id": 1, "op": "info"}                                             -> {"id": 1, "result": {"num_tasks": 100, ...}}
     {"id": 2, "op": "group", "index": 7, "n": 4, "sampling": {...}}     -> {"id": 2, "result": [rollout, ...]}
@@ -23,10 +24,14 @@ import os
 import sys
 import threading
 import traceback
-from typing import Any
+from typing import Any, TextIO
 
 REWARD_ERROR = "atropos_reward_error"
 API_KEY_VARIABLE = "ATROPOS_ROLLOUT_KEY"  # the proxy's path holds the secret; clients insist on some key
+
+
+class StartError(Exception):
+    """The environment cannot be run here; one line that says why and what to do."""
 
 
 class CurrentEnvironment:
@@ -226,10 +231,28 @@ def _with_defaults(name: str, arguments: dict[str, Any], endpoint: dict[str, Any
 
 def load(name: str, arguments: dict[str, Any], endpoint: dict[str, Any], api: str) -> Any:
     """The environment under the API it was written for: a module with ``load_environment`` is of the older kind."""
-    if api == "auto":
-        api = "legacy" if _is_older(name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")) else "v1"
+    try:
+        import verifiers  # noqa: F401
+    except ImportError as error:
+        raise StartError(
+            f"{sys.executable} cannot import verifiers ({error}); install it there, or name another with --python"
+        ) from error
     kinds = {"v1": CurrentEnvironment, "legacy": OlderEnvironment}
-    return kinds[api](name, arguments, endpoint)
+    try:
+        if api == "auto":
+            api = "legacy" if _is_older(name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")) else "v1"
+        return kinds[api](name, arguments, endpoint)
+    except Exception as error:  # foreign code
+        raise StartError(
+            f"{sys.executable} cannot load the verifiers environment {name!r}: {_said(error)}; "
+            "check its name and --args, install it there, or name another Python with --python"
+        ) from error
+
+
+def _said(error: Exception) -> str:
+    """An exception on one line, with the place it comes from."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())} ({place.filename}, line {place.lineno})"
 
 
 def _is_older(module_name: str) -> bool:
@@ -248,16 +271,19 @@ def _is_older(module_name: str) -> bool:
 class Worker:
     """Reads requests, runs them side by side, writes replies."""
 
-    def __init__(self, environment: Any, reply_fd: int) -> None:
+    def __init__(self, environment: Any, replies: TextIO) -> None:
         self.environment = environment
-        self._out = os.fdopen(reply_fd, "w", encoding="utf-8", buffering=1)
+        self._out = replies
         self._running: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
+        try:
+            await self.environment.start()
+        except Exception as error:  # foreign code
+            raise StartError(f"the verifiers environment cannot start: {_said(error)}") from error
         requests: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         threading.Thread(target=_read_requests, args=(loop, requests), daemon=True).start()
-        await self.environment.start()
         try:
             while (request := await requests.get()) is not None:
                 task = asyncio.create_task(self.answer(request))
@@ -322,8 +348,15 @@ def main() -> None:
     ]  # our neighbours are not its modules
     os.environ.setdefault(API_KEY_VARIABLE, "not-needed")
     os.dup2(2, 1)  # prints of the environment must not look like anything of ours
-    environment = load(given.env, json.loads(given.arguments), json.loads(given.endpoint), given.api)
-    asyncio.run(Worker(environment, given.reply_fd).run())
+    with os.fdopen(given.reply_fd, "w", encoding="utf-8", buffering=1) as replies:
+        try:
+            environment = load(given.env, json.loads(given.arguments), json.loads(given.endpoint), given.api)
+            asyncio.run(Worker(environment, replies).run())
+        except StartError as error:
+            request = json.loads(sys.stdin.readline() or "{}")
+            reply = {"id": request.get("id"), "error": str(error), "traceback": traceback.format_exc()}
+            replies.write(json.dumps(reply) + "\n")
+            sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ The short tests run the worker against a stand-in for the package; the slow ones
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import json
 import os
@@ -30,6 +31,7 @@ from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.server_handling.recorded_endpoint import RecordedEndpoint
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.verifiers_env import VerifiersConfig, VerifiersEnv, require_exact_tokens, split_tasks
+from atroposlib.envs.verifiers_worker import StartError, Worker
 from atroposlib.envs.worker_process import WorkerProcess
 from atroposlib.errors import ConfigError, WorkerError
 from atroposlib.testing.api import serve_api
@@ -224,6 +226,60 @@ async def test_a_reply_that_cannot_be_read_ends_the_worker_and_its_calls(tmp_pat
         assert await worker.call("echo") == 7
         assert worker.num_starts == 4
         await worker.stop()
+
+
+@pytest.mark.parametrize(
+    ("path", "settings", "words"),
+    [
+        (
+            "",
+            {"verifiers_env": "nosuch"},
+            "cannot import verifiers .*; install it there, or name another with --python",
+        ),
+        (
+            "{stand_in}:{samples}",
+            {"verifiers_env": "nosuch", "verifiers_api": "legacy"},
+            "cannot load the verifiers environment 'nosuch': ModuleNotFoundError: No module named 'nosuch' .*line",
+        ),
+        (
+            "{stand_in}:{samples}",
+            {"verifiers_env": "sample-older", "verifiers_arguments": {"turns": 3}},
+            "cannot load the verifiers environment 'sample-older': TypeError: .*'turns' .*line .*--args",
+        ),
+        (
+            "{stand_in}:{folder}",
+            {"verifiers_env": "needs-more"},
+            "cannot load the verifiers environment 'needs-more': ModuleNotFoundError: .*'no_such' .*needs_more.py, line 1",
+        ),
+    ],
+)
+async def test_an_environment_that_cannot_be_loaded_is_one_line(
+    tiny_tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    path: str,
+    settings: dict[str, Any],
+    words: str,
+) -> None:
+    (tmp_path / "needs_more.py").write_text("import no_such\n")
+    monkeypatch.setenv("PYTHONPATH", path.format(stand_in=SAMPLES / "stand_in", samples=SAMPLES, folder=tmp_path))
+    with caplog.at_level("DEBUG", "atroposlib.envs.worker_process"), pytest.raises(WorkerError, match=words) as told:
+        async with running(tiny_tokenizer, "x", verifiers_python=sys.executable, **settings):
+            pass
+    assert "\n" not in str(told.value)
+    assert "Traceback" not in capfd.readouterr().err
+    assert "Traceback" in caplog.text  # for whoever looks closer
+
+
+async def test_an_environment_that_cannot_start_says_so_before_it_takes_requests() -> None:
+    class NoDocker:
+        async def start(self) -> None:
+            raise OSError("docker is not\nrunning")
+
+    with pytest.raises(StartError, match=r"cannot start: OSError: docker is not running \(.*, line \d+\)$"):
+        await Worker(NoDocker(), io.StringIO()).run()
 
 
 async def test_servers_without_tokens_are_refused(tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
