@@ -98,7 +98,7 @@ def summary(clock: Any, extra: dict[str, float]) -> dict[str, float]:
 # ---------------------------------------------------------------------- the two sides
 
 
-def run_ours(model: str, folder: Path) -> dict[str, float]:
+def run_ours(model: str, folder: Path, *, exact: bool = False) -> dict[str, float]:
     import torch
 
     from atlaslib.trainers import GRPOConfig, GRPOTrainer
@@ -123,6 +123,7 @@ def run_ours(model: str, folder: Path) -> dict[str, float]:
         use_cpu=True,
         disable_tqdm=True,
         logging_steps=1000,
+        exact=exact,
     )
     clock = StepClock()
     rows = json.loads((folder / "rows.json").read_text())
@@ -137,8 +138,13 @@ def run_ours(model: str, folder: Path) -> dict[str, float]:
         "time/layout_s",
         "train/num_tokens",
         "train/row_tokens",
+        "policy/mismatch_abs",
     )
     return summary(clock, {name: statistics.median(line[name] for line in lines) for name in names})
+
+
+def run_exact(model: str, folder: Path) -> dict[str, float]:
+    return run_ours(model, folder, exact=True)
 
 
 def run_trl(model: str, folder: Path) -> dict[str, float]:
@@ -181,8 +187,8 @@ def compare(model: str, who: str, trl_python: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(model, folder)
-        for side in ("ours", "trl") if who == "both" else (who,):
-            python = sys.executable if side == "ours" else trl_python
+        for side in {"both": ("ours", "trl"), "exact": ("ours", "exact")}.get(who, (who,)):
+            python = trl_python if side == "trl" else sys.executable
             command = [python, __file__, "--side", side, "--model", model, "--folder", name]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
@@ -191,21 +197,28 @@ def compare(model: str, who: str, trl_python: str) -> dict[str, Any]:
     if who == "both":
         results["speedup"] = results["trl"]["step_s"] / results["ours"]["step_s"]
         results["speedup_cpu_time"] = results["trl"]["step_cpu_s"] / results["ours"]["step_cpu_s"]
+    if who == "exact":
+        results["exact_slowdown"] = results["exact"]["step_s"] / results["ours"]["step_s"]
     return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["tiny", "smollm2", "all"], default="all")
-    parser.add_argument("--who", choices=["ours", "trl", "both"], default="both")
+    parser.add_argument(
+        "--who",
+        choices=["ours", "trl", "both", "exact"],
+        default="both",
+        help="exact: ours with and without exact=True",
+    )
     parser.add_argument("--trl-python", default=str(Path(".cache/trl-venv/bin/python").absolute()))
     parser.add_argument("--cuda", action="store_true")
-    parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=["ours", "exact", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    parser.add_argument("--only", default="update,step,memory", help="with --cuda: which parts")
+    parser.add_argument("--only", default="update,step,exact_step,memory", help="with --cuda: which parts")
     arguments = parser.parse_args()
     if arguments.side:
-        run = run_ours if arguments.side == "ours" else run_trl
+        run = {"ours": run_ours, "exact": run_exact, "trl": run_trl}[arguments.side]
         print(json.dumps(run(arguments.model, Path(arguments.folder))))
     elif arguments.cuda:
         parts = arguments.only.split(",")

@@ -5,6 +5,7 @@
             beside a plain transformers update (full logits, cross-entropy) on the same tokens, as it is and with its layers compiled. Before
             the timing, the gradient of each variant, and of the plain policy loss on whole logits, is compared with that of a float32 copy.
 ``step``    whole GRPO steps of GRPOTrainer with the embedded engine: 64 completions of 256 tokens on 8 prompts of 64.
+``exact_step``  the same with ``exact=True``.
 ``memory``  peak memory of forward and backward of one 8192-token sequence with the 152k vocabulary: chunked head and whole logits.
 """
 
@@ -15,6 +16,7 @@ import json
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +192,7 @@ def update_rate() -> dict[str, Any]:
     return results
 
 
-def whole_step() -> dict[str, Any]:
+def whole_step(*, exact: bool = False) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     from atlaslib.trainers import GRPOConfig, GRPOTrainer
@@ -211,6 +213,7 @@ def whole_step() -> dict[str, Any]:
             save_strategy="no",
             disable_tqdm=True,
             logging_steps=1000,
+            exact=exact,
         )
 
         def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -223,7 +226,7 @@ def whole_step() -> dict[str, Any]:
     names += ["train/num_tokens", "train/tokens_per_s", "policy/mismatch_abs", "policy/ratio_mean"]
     medians = {key: statistics.median(line[key] for line in lines) for key in names}
     medians["sampled_tokens_per_s"] = 64 * 256 / medians["time/sampling_s"]
-    return {"part": "step", **medians}
+    return {"part": "exact_step" if exact else "step", **medians}
 
 
 def peak_memory() -> dict[str, Any]:
@@ -268,6 +271,11 @@ def peak_memory() -> dict[str, Any]:
 def run_cuda(name: str) -> dict[str, Any]:
     """One part of the benchmark."""
     torch.backends.cuda.matmul.allow_tf32 = True
-    result = {"update": update_rate, "step": whole_step, "memory": peak_memory}[name]()
+    result = {
+        "update": update_rate,
+        "step": whole_step,
+        "exact_step": partial(whole_step, exact=True),
+        "memory": peak_memory,
+    }[name]()
     torch.cuda.empty_cache()
     return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, **result}

@@ -153,13 +153,31 @@ def _for_tiles(x: Tensor, tiles: int) -> Tensor:
 def exact_token_logprobs(logits: Tensor, tokens: Tensor, temperature: Tensor | float = 1.0) -> Tensor:
     """log softmax(logits / temperature) at `tokens`; [R, V] -> float32 [R]. Temperature 0 counts as 1."""
     logits = logits.float()
-    divisor = torch.as_tensor(
-        temperature, dtype=torch.float32, device=logits.device
-    )  # CUDA multiplies by 1/T for a number
-    scaled = logits / torch.where(divisor > 0, divisor, 1.0).expand(logits.shape[0])[:, None]
+    divisor = temperature.to(logits) if isinstance(temperature, Tensor) else logits.new_full((), temperature)
+    divisor = torch.where(divisor > 0, divisor, 1.0).expand(logits.shape[0])
+    if logits.is_cuda:
+        found: Tensor = _CudaTokenLogprobs.apply(logits, tokens, divisor)  # type: ignore[no-untyped-call]
+        return found
+    scaled = logits / divisor[:, None]
     peak = scaled.amax(-1, keepdim=True)
     total = last_sum(tiled(torch.exp, scaled - peak))
     return scaled.gather(1, tokens[:, None])[:, 0] - peak[:, 0] - tiled(torch.log, total)
+
+
+class _CudaTokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, divisor: Tensor) -> Tensor:
+        from atlaslib.engine.cuda import exact_kernels
+
+        ctx.save_for_backward(logits, tokens, divisor)
+        return exact_kernels.token_logprobs(logits, tokens, divisor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        logits, tokens, divisor = ctx.saved_tensors
+        share = (grads[0] / divisor)[:, None]
+        gradient = torch.softmax(logits / divisor[:, None], -1).mul_(-share)
+        return gradient.scatter_add_(1, tokens[:, None], share), None, None
 
 
 # inside a model's forward
@@ -268,14 +286,20 @@ def _keep_padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwarg
 
 
 @contextmanager
+def exact_arithmetic(device: torch.device) -> Iterator[None]:
+    """Fixed order of summation for everything but attention."""
+    from atlaslib.engine.model_runner import cpu_settings
+
+    with cpu_settings(device, None), ExactMode():
+        yield
+
+
+@contextmanager
 def exact_forward(model: Any) -> Iterator[None]:
     """A forward of `model` inside this block gives the bits the exact engine gives. Right padding."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    from atlaslib.engine.model_runner import cpu_settings
-
-    device = next(model.parameters()).device
     AttentionInterface.register(NAME, _trainer_attention)
     AttentionMaskInterface.register(NAME, _keep_padding_mask)
     configs = configs_of(list(model.modules()))
@@ -283,7 +307,7 @@ def exact_forward(model: Any) -> Iterator[None]:
     for config in configs:
         config._attn_implementation_internal = NAME
     try:
-        with cpu_settings(device, None), ExactMode():
+        with exact_arithmetic(next(model.parameters()).device):
             yield
     finally:
         for config, name in zip(configs, before, strict=True):

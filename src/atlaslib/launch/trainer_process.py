@@ -54,7 +54,7 @@ def trainer_settings(plan: RunPlan) -> dict[str, Any]:
         "max_steps": 100,
         "seed": plan.seed,
         "use_cpu": cpu,
-        "bf16": not cpu,
+        "bf16": not cpu and not plan.trainer.get("exact"),
         "disable_tqdm": True,
         "eval_strategy": "no",
         "beta": 0.0,

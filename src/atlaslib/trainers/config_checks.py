@@ -34,6 +34,7 @@ def check_config(config: GRPOConfig) -> None:
     _check_numbers(config)
     _check_samplers(config)
     _check_compile(config)
+    _check_exact(config)
     _check_batches(config)
 
 
@@ -122,6 +123,19 @@ def _check_compile(config: GRPOConfig) -> None:
         )
     if config.compile_modules and config.gradient_checkpointing:
         raise ConfigError("compile_modules and gradient_checkpointing do not go together; leave one out")
+
+
+def _check_exact(config: GRPOConfig) -> None:
+    if not config.exact:
+        return
+    if config.sampler_kind != "engine":
+        raise ConfigError(f"exact=True needs the embedded engine; the sampler is {config.sampler_kind!r}")
+    if config.packing != "padded":
+        raise ConfigError(f"exact=True works on padded rows; packing is {config.packing!r}: leave it out")
+    for name in ("gradient_checkpointing", "compile_modules", "bf16", "fp16"):
+        if getattr(config, name):
+            advice = "load the model in that type instead" if name in ("bf16", "fp16") else "leave one out"
+            raise ConfigError(f"exact=True and {name}=True do not go together; {advice}")
 
 
 def _check_samplers(config: GRPOConfig) -> None:

@@ -260,6 +260,11 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]
     engine_kwargs: dict[str, Any] | None = parameter(None, "Settings of the embedded engine (EngineConfig fields).")
 
     # --- determinism and records ---
+    exact: bool = parameter(
+        False,
+        "The embedded engine and the update sum in the same order, so that log-probs of sampler and trainer are equal to the "
+        "last bit; slower. Rows are padded; not with gradient_checkpointing, autocast (bf16, fp16), compile_modules, FSDP or DeepSpeed.",
+    )
     deterministic: bool = parameter(
         False,
         "Deterministic kernels and per-completion seeds: a run that is killed and resumed equals the "
@@ -294,6 +299,9 @@ class GRPOConfig(TrainingArguments):  # type: ignore[misc]
         self.report_to = resolve_trackers(self.report_to)
         if self.deterministic:
             self.full_determinism = True
+        if self.exact:
+            self.packing = "padded" if self.packing == "auto" else self.packing
+            self.compile_modules = bool(self.compile_modules)
         super().__post_init__()
         check_config(self)
 

@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from atlaslib.algorithms import head_kernels
 from atlaslib.algorithms.logprobs import HeadOptions, TokenLogprobs, token_logprobs
+from atlaslib.engine.exact import exact_forward
 from atlaslib.errors import ConfigError
+from atlaslib.trainers.exact_policy import exact_logprobs
 from atlaslib.trainers.flat_attention import FlatPlan, flat_attention
 from atlaslib.types import Microbatch
 
@@ -32,10 +35,11 @@ class PolicyForward:
         chunk_size: int | None = None,
         at_temperature: bool = True,
         entropy_gradient: bool = False,
+        exact: bool = False,
         around: Callable[[Any], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self._unwrap, self._chunk_size, self._at_temperature = unwrap, chunk_size, at_temperature
-        self._entropy_gradient = entropy_gradient
+        self._entropy_gradient, self._exact = entropy_gradient, exact
         self._around = around
 
     def __call__(self, model: Any, batch: Microbatch, *, with_entropy: bool = False) -> TokenLogprobs:
@@ -50,7 +54,8 @@ class PolicyForward:
     def _compute(self, inner: Any, batch: Microbatch, with_entropy: bool) -> TokenLogprobs:
         base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
         decoder, head = find_decoder(base), base.get_output_embeddings()
-        with flat_attention(base, flat_plan(batch)), self._around(base):
+        attention = exact_forward(base) if self._exact else flat_attention(base, flat_plan(batch))
+        with attention, self._around(base):
             output = decoder(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
         hidden = output.last_hidden_state.reshape(-1, output.last_hidden_state.shape[-1])
         picked = hidden.index_select(0, batch.source_index)
@@ -62,6 +67,15 @@ class PolicyForward:
             # DDP waits for a gradient of every parameter from every process, of the head's too
             everything = sum((parameter.sum() for parameter in head.parameters()), hidden.sum())
             return TokenLogprobs(0.0 * everything.expand(0, 1), None)
+        if self._exact:
+            return exact_logprobs(
+                lambda part: model_logits(base, decoder, part),
+                picked,
+                targets,
+                temperature,
+                chunk_size=self._chunk_size,
+                with_entropy=with_entropy,
+            )
         if not is_plain_linear(head):
             return _chunked_head_logprobs(
                 head, picked, targets, temperature, self._chunk_size, head_options(base.config), with_entropy
@@ -127,6 +141,13 @@ def run_as_forward(wrapper: Any, inner: Any, compute: Callable[[], Any]) -> Any:
         return wrapper()
     finally:
         restore()
+
+
+def model_logits(model: Any, decoder: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """[c, V] what the model makes of hidden states [c, H] (head, scale, soft cap): its forward with the decoder's part done."""
+    output = run_as_forward(model, decoder, lambda: BaseModelOutputWithPast(last_hidden_state=hidden[None]))
+    logits: torch.Tensor = output.logits[0]
+    return logits
 
 
 def find_decoder(model: Any) -> Any:

@@ -104,8 +104,9 @@ class SamplerHost:
 
     @contextlib.contextmanager
     def exclusive_backward(self) -> Iterator[None]:
-        """Gradient checkpointing runs forward passes in the backward pass; otherwise sampling goes on beside it."""
-        if self._thread is None or not self._trainer.config.gradient_checkpointing:
+        """Where the backward pass runs forward passes again, no engine step runs beside it; otherwise sampling goes on."""
+        config = self._trainer.config
+        if self._thread is None or not (config.gradient_checkpointing or config.exact):
             yield
             return
         with self._engine.exclusive():
@@ -181,7 +182,7 @@ def make_engine(model: Any, tokenizer: Any, config: GRPOConfig, **settings: Any)
     """An engine beside the update: ``engine_kwargs`` win over ``settings``, and its cache leaves the update its memory."""
     from atlaslib.engine import Engine, EngineConfig
 
-    chosen = {"memory_fraction": CACHE_SHARE, **settings, **(config.engine_kwargs or {})}
+    chosen = {"memory_fraction": CACHE_SHARE, "exact": config.exact, **settings, **(config.engine_kwargs or {})}
     return Engine(model, tokenizer, EngineConfig(**chosen))
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 
 from atlaslib.algorithms.losses import LossResult, TokenStreams, policy_loss
 from atlaslib.data.packing import build_microbatch, split_evenly
@@ -22,6 +23,7 @@ from atlaslib.trainers.policy import PolicyForward, adapter_disabled, flat_plan
 from atlaslib.trainers.step_metrics import StepMetrics
 from atlaslib.types import Microbatch, StepTotals, TrainingSample
 
+SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 MicroStep = list[Microbatch]
 """The pieces of one micro-step; each has a backward pass of its own."""
 
@@ -33,12 +35,15 @@ class PolicyUpdate:
         self, *, accelerator: Any, config: GRPOConfig, reference: Any, pad_id: int, metrics: Callable[[], StepMetrics]
     ) -> None:
         self._accelerator, self._config, self._pad_id, self._metrics = accelerator, config, pad_id, metrics
+        if config.exact and accelerator.distributed_type in SHARDING:
+            raise ConfigError("exact=True needs the whole weights in every process; leave FSDP and DeepSpeed out")
         self.reference = reference
         self.forward_logprobs = PolicyForward(
             unwrap=accelerator.unwrap_model,
             chunk_size=config.logprob_chunk_size,
             at_temperature=config.unbias_log_probabilities,
             entropy_gradient=config.entropy_coef != 0.0,
+            exact=config.exact,
             around=CompiledModules() if _compiles(config, accelerator) else contextlib.nullcontext,
         )
         self.options = loss_options(config)

@@ -1,6 +1,6 @@
 # ruff: noqa: N803
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Exact mode on CUDA: the three operations whose order of summation libraries choose by shape, in Triton with one order.
+"""Exact mode on CUDA: the operations whose order of summation libraries choose by shape, in Triton with one order.
 
 A program computes its rows with the same instructions whatever the grid around it: products in tiles of one size, sums of a
 row in chunks of one size, attention of every query by itself over key tiles counted from the sequence's first token (the
@@ -66,6 +66,36 @@ def row_sum(x: Tensor) -> Tensor:
     out = torch.empty(flat.shape[0], dtype=x.dtype, device=x.device)
     _row_sum[(flat.shape[0],)](flat, out, flat.shape[1], CHUNK=1024, num_warps=4)
     return out.view(x.shape[:-1])
+
+
+@triton.jit
+def _token_logprobs(LOGITS, TOKENS, DIVISORS, OUT, vocab, CHUNK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, CHUNK)
+    divisor = tl.load(DIVISORS + row)
+    peaks = tl.full([CHUNK], -float("inf"), tl.float32)
+    for start in range(0, vocab, CHUNK):
+        inside = start + place < vocab
+        peaks = tl.maximum(peaks, tl.load(LOGITS + row * vocab + start + place, mask=inside, other=-float("inf")))
+    peak = tl.max(peaks, 0) / divisor
+    total = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, vocab, CHUNK):
+        inside = start + place < vocab
+        x = tl.load(LOGITS + row * vocab + start + place, mask=inside, other=-float("inf"))
+        total += tl.exp(x / divisor - peak)
+    chosen = tl.load(LOGITS + row * vocab + tl.load(TOKENS + row))
+    tl.store(OUT + row, chosen / divisor - peak - tl.log(tl.sum(total, 0)))
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, divisors: Tensor) -> Tensor:
+    """log softmax(logits / divisor) at `tokens`; float32 [R, V], int64 [R], float32 [R] -> float32 [R]."""
+    logits = logits.contiguous()
+    if logits.data_ptr() % 16:  # another layout of the kernel would sum in another order
+        logits = logits.clone()
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    _token_logprobs[(rows,)](logits, tokens.contiguous(), divisors.contiguous(), out, vocab, CHUNK=4096, num_warps=8)
+    return out
 
 
 def attention(

@@ -187,7 +187,7 @@ class CudaRunner(ModelRunner):
             attend=self._attend,
         )
         logits = self.forward(ids, positions, context, None)
-        kernels.sample_rows(logits, info, self.out, self.last_tokens)
+        self._sample_plain(logits, info)
         return logits
 
     def _prefill_graph_body(self, size: int) -> Tensor:
@@ -274,16 +274,25 @@ class CudaRunner(ModelRunner):
         else:
             with self.prepared():
                 logits = self._decode_graph_body(size)
-        if table.plain[plan.slots].all() and not self.config.exact:
+        if table.plain[plan.slots].all():
             return self._fetch(batch)
         return self.sample_general(logits[:batch], plan, table)
 
     def sample(self, logits: Tensor, plan: DecodePlan, table: SlotTable) -> StepResult:
-        if self.config.exact or not table.plain[plan.slots].all():
+        if not table.plain[plan.slots].all():
             return self.sample_general(logits, plan, table)
         self._send_info(plan, table, len(plan.slots))
-        kernels.sample_rows(logits, self.info[: len(plan.slots)], self.out, self.last_tokens)
+        self._sample_plain(logits, self.info[: len(plan.slots)])
         return self._fetch(len(plan.slots))
+
+    def _sample_plain(self, logits: Tensor, info: Tensor) -> None:
+        """Tokens, log-probs and raw log-probs into `out`; in exact mode the log-probs are those of the trainer's pass."""
+        kernels.sample_rows(logits, info, self.out, self.last_tokens)
+        if self.config.exact:
+            tokens, logprobs, raw = self.out[:, : len(info)].unbind(0)
+            ids, temperatures = tokens.long(), info[:, 6].int().view(torch.float32)
+            logprobs.copy_(self.token_logprobs(logits, ids, temperatures).view(torch.int32))
+            raw.copy_(self.token_logprobs(logits, ids, 1.0).view(torch.int32))
 
     def _send_info(self, plan: DecodePlan, table: SlotTable, size: int) -> None:
         """One pinned copy with everything the step needs to know about its rows; rows beyond the batch do nothing."""
