@@ -121,7 +121,7 @@ def exact_attention(
     keys = key.shape[1]
     more_rows, more_keys = -rows % QUERY_ROWS, -keys % KEY_TILE
     allowed = functional.pad(allowed.expand(count, rows, keys), (0, more_keys, 0, more_rows))
-    query = functional.pad(query, (0, 0, 0, more_rows)).view(-1, QUERY_ROWS, dim)  # [N * tiles, 16, dim]
+    query = functional.pad(query, (0, 0, 0, more_rows)).contiguous().view(-1, QUERY_ROWS, dim)  # [N * tiles, 16, dim]
     tiles = (rows + more_rows) // QUERY_ROWS
     key, value = (functional.pad(x, (0, 0, 0, more_keys)) for x in (key, value))
     allowed = allowed.reshape(-1, QUERY_ROWS, keys + more_keys)

@@ -10,6 +10,7 @@ import torch
 from atlaslib.engine import Engine, EngineConfig, SamplingParams
 from atlaslib.engine.exact import exact_attention, exact_forward, exact_linear, exact_token_logprobs, last_sum, tiled
 from atlaslib.errors import ConfigError
+from atlaslib.models.tiny import tiny_llama
 from atlaslib.models.zoo import ARCHITECTURES, tiny_causal_lm
 
 
@@ -40,6 +41,17 @@ def test_engine_and_trainer_agree_to_the_last_bit(name: str) -> None:
     for row, (prompt, reply) in enumerate(pairs):
         assert reply.temperature_logprobs == exact[row, len(prompt) - 1 : len(prompt) + 13].tolist()
         assert reply.logprobs == reply.temperature_logprobs
+
+
+def test_every_head_with_its_own_keys_and_prompts_of_whole_tiles() -> None:
+    model = tiny_llama(259, heads=4, kv_heads=4)
+    engine = Engine(model, config=EngineConfig(exact=True))
+    prompts = [list(range(5, 5 + length)) for length in (16, 48, 7)]
+    replies = [group[0].token_ids for group in engine.generate(prompts, SamplingParams(max_tokens=5, ignore_eos=True))]
+    sequences = [prompt + reply for prompt, reply in zip(prompts, replies, strict=True)]
+    exact = trainer_logprobs(model, sequences, 1.0)
+    for row, sequence in enumerate(sequences):
+        assert engine.score([sequence])[0][1:] == exact[row, : len(sequence) - 1].tolist()
 
 
 def test_exact_replies_do_not_depend_on_the_batch() -> None:
