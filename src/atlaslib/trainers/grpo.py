@@ -390,7 +390,7 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
     def close_step(self) -> None:
         """Metrics of the step that just ended, to the file, the window of the trackers and the live page."""
         batch_sizes.log_sums(self.metrics, run_state.sum_over_processes(self.accelerator, self._sums))
-        values = self.metrics.close_step()
+        values = self.metrics.close_step(run_state.sum_over_processes(self.accelerator, self.metrics.take_counts()))
         values["train/learning_rate"] = float(self._get_learning_rate())
         if self.metrics_file is not None:
             self.metrics_file.write(self.state.global_step, values)

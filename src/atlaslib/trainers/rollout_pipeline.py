@@ -113,10 +113,9 @@ class RolloutPipeline:
 
     def _gather(self, local: list[Rollout]) -> list[Rollout]:
         trainer = self._trainer
-        made = run_state.gather_lists(trainer.accelerator, local)
-        fresh = drop_stale(made, version=trainer.policy_version, bound=trainer.config.staleness_bound)
-        trainer.metrics.count("rollout/num_refused_stale", len(made) - len(fresh))
-        return fresh
+        fresh = drop_stale(local, version=trainer.policy_version, bound=trainer.config.staleness_bound)
+        trainer.metrics.count("rollout/num_refused_stale", len(local) - len(fresh))
+        return run_state.gather_lists(trainer.accelerator, fresh)
 
 
 def _group_ids(made: list[Rollout]) -> list[str]:

@@ -50,7 +50,7 @@ class StepMetrics:
                 self._step[name].append(float(value))
 
     def count(self, name: str, number: int) -> None:
-        """Add to ``area/name``; a step's value is the sum."""
+        """Add what this process saw to ``area/name``; a step's value is the sum over the processes."""
         with self._lock:
             self._counts[name] += number
 
@@ -67,15 +67,21 @@ class StepMetrics:
             if self._verbose:
                 logger.info("%s took %.4f s; %s", name, seconds, memory_in_use())
 
-    def close_step(self) -> dict[str, float]:
-        """The step's values; starts the next step."""
+    def take_counts(self) -> dict[str, float]:
+        """What this process counted since the last call."""
+        with self._lock:
+            counts, self._counts = dict(self._counts), defaultdict(float)
+        return counts
+
+    def close_step(self, counts: dict[str, float] | None = None) -> dict[str, float]:
+        """The step's values; starts the next step. ``counts``: what all processes counted, where there are several."""
+        counts = self.take_counts() if counts is None else counts
         now = time.perf_counter()
         with self._lock:
             values = {name: sum(observed) / len(observed) for name, observed in self._step.items()}
-            values.update(self._counts)
+            values.update(counts)
             values.update({f"time/{name}_s": seconds for name, seconds in self._seconds.items()})
             self._step.clear()
-            self._counts.clear()
             self._seconds.clear()
         values["time/step_s"] = now - self._started
         if "train/num_tokens" in values and values["time/step_s"] > 0:
