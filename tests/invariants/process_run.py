@@ -1,10 +1,12 @@
 """A training run as a process of its own: ``python process_run.py settings.json``; writes weights.pt when it is done.
 
-``settings.json``: {"config": GRPOConfig fields, "tokenizer": folder, "resume": bool, "kill_at": step or null, "model": folder or null}.
+``settings.json``: {"config": GRPOConfig fields, "tokenizer": folder, "resume": bool, "kill_at": step or null, "model": folder or null,
+"reward": name of one of the functions below, "rows": how many of the prompts, "lora": train an adapter}.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -19,9 +21,35 @@ from atlaslib.generation.weight_export import full_state
 from atlaslib.models.tiny import tiny_llama
 from atlaslib.trainers import GRPOConfig, GRPOTrainer
 
+GIVE_UP_AFTER_S = 120
+"""Processes that wait for each other for ever show where, and end"""
+ROWS = [{"prompt": f"{'ab' * n} {n}:"} for n in range(1, 9)]
+
 
 def reward(completions: list[str], **_: Any) -> list[float]:
     return [sum(ord(character) % 7 for character in text) / 20 for text in completions]
+
+
+def reward_but_one(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+    """No reward for the first completion of the first prompt: the samples cannot be shared out evenly."""
+    values: list[float | None] = list(reward(completions))
+    if ROWS[0]["prompt"] in prompts:
+        values[prompts.index(ROWS[0]["prompt"])] = None
+    return values
+
+
+def reward_but_last_row(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    if ROWS[-1]["prompt"] in prompts:
+        raise ValueError("no reward for this prompt")
+    return reward(completions)
+
+
+def shard_on_cpu() -> None:
+    """accelerate leaves FSDP out on CPUs; torch's has no such limit."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 class KillAt(TrainerCallback):
@@ -50,23 +78,40 @@ def make_model(tokenizer: Any) -> Any:
     return tiny_llama(len(tokenizer), hidden=32, seed=1, eos_token_id=tokenizer.eos_token_id)
 
 
+def adapter() -> Any:
+    from peft import LoraConfig
+
+    torch.manual_seed(0)
+    return LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
 def main(settings_file: str) -> None:
     torch.set_num_threads(1)
     settings = json.loads(Path(settings_file).read_text())
     tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"])
     config = GRPOConfig(**settings["config"])
+    sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    if sharded:
+        shard_on_cpu()
     model = settings.get("model") or make_model(tokenizer)
-    rows = [{"prompt": f"{'ab' * n} {n}:"} for n in range(1, 9)]
-    trainer = GRPOTrainer(model, reward, config, train_dataset=rows, processing_class=tokenizer)
+    trainer = GRPOTrainer(
+        model,
+        {function.__name__: function for function in (reward, reward_but_one, reward_but_last_row)}[
+            settings.get("reward", "reward")
+        ],
+        config,
+        train_dataset=ROWS[: settings.get("rows")],
+        processing_class=tokenizer,
+        peft_config=adapter() if settings.get("lora") else None,
+    )
+    assert trainer.is_fsdp_enabled == sharded
     if settings.get("kill_at"):
         trainer.add_callback(KillAt(settings["kill_at"], settings.get("signal", signal.SIGKILL)))
     if settings.get("kill_while_saving"):
         kill_in_the_middle_of_saving(trainer, settings["kill_while_saving"])
     trainer.train(resume_from_checkpoint="auto" if settings.get("resume") else None)
-    sharded_by_deepspeed = config.deepspeed is not None
-    state = (
-        dict(full_state(trainer.model)) if sharded_by_deepspeed else trainer.accelerator.get_state_dict(trainer.model)
-    )
+    exported = config.deepspeed is not None or settings.get("lora")
+    state = dict(full_state(trainer.model)) if exported else trainer.accelerator.get_state_dict(trainer.model)
     if trainer.is_world_process_zero():
         torch.save({name: value.cpu() for name, value in state.items()}, Path(config.output_dir) / "weights.pt")
     if torch.distributed.is_initialized():
@@ -74,4 +119,5 @@ def main(settings_file: str) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(GIVE_UP_AFTER_S, exit=True)
     main(sys.argv[1])

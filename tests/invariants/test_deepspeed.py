@@ -72,6 +72,23 @@ def test_a_step_in_parts_equals_the_step(
         torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("lora", [False, True], ids=["all-weights", "adapter"])
+def test_processes_with_unequal_shares_stay_in_step(
+    lora: bool, python: str, tmp_path: Path, tiny_tokenizer_dir: Path
+) -> None:
+    # one prompt for two processes that generate on their shards; of 7 samples one process trains 3 in one piece, the other 4 in two
+    zero = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, **ZERO}
+    options: dict[str, Any] = {
+        "num_generations": 8, "backprop_accumulation_micro_batch_size": 3, "sync_ref_model": False, "sampler": "transformers",
+        "extra": {"reward": "reward_but_one", "rows": 2, "lora": lora},
+    }  # fmt: skip
+    alone = run(python, "alone", tmp_path, tiny_tokenizer_dir, processes=1, **options)
+    sharded = {"deepspeed": zero, "ds3_gather_for_generation": False}
+    found = run(python, "sharded", tmp_path, tiny_tokenizer_dir, processes=2, **options, **sharded)
+    for name, value in alone["weights"].items():
+        torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("stage", "gather", "by_name"),
     [(2, True, False), (3, True, False), (3, True, True), (3, False, False)],

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).parent / "process_run.py"
+LAYOUT = {"train/row_tokens", "train/tokens_per_s"}
 
 
 @pytest.fixture
@@ -70,6 +71,15 @@ def run_here(settings: Path) -> subprocess.CompletedProcess[str]:
         sys.path.remove(str(SCRIPT.parent))
         torch.use_deterministic_algorithms(was)
     return subprocess.CompletedProcess([], 0, "", "")
+
+
+def metrics(tmp_path: Path, name: str) -> list[dict[str, float]]:
+    """What the steps say about rollouts and the update; times and the layout in memory depend on the number of processes."""
+    lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in line.items() if not key.startswith("time") and key not in LAYOUT}
+        for line in lines
+    ]
 
 
 def weights(tmp_path: Path, name: str) -> dict[str, torch.Tensor]:
@@ -148,6 +158,7 @@ def test_two_processes_stopped_between_the_iterations_on_a_batch(launch: Any, tm
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_processes_equal_one(accumulation: int, launch: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {
+        "extra": {"reward": "reward_but_last_row"},  # a prompt of the second process
         "optim": "sgd",
         "learning_rate": 0.5,
         "max_grad_norm": 0.0,
@@ -156,6 +167,9 @@ def test_two_processes_equal_one(accumulation: int, launch: Any, tmp_path: Path)
     }
     succeeded(launch("one", here=True, **options))
     succeeded(launch("two", processes=2, **options))
+    alone, together = metrics(tmp_path, "one"), metrics(tmp_path, "two")
+    assert sum(line["rewards/reward_but_last_row_failed"] for line in alone) == 4
+    assert together == [pytest.approx(line, abs=1e-5) for line in alone]
     first, second = weights(tmp_path, "one"), weights(tmp_path, "two")
     for name, value in first.items():
         torch.testing.assert_close(
@@ -163,27 +177,39 @@ def test_two_processes_equal_one(accumulation: int, launch: Any, tmp_path: Path)
         )
 
 
-@pytest.mark.parametrize("accumulation", [1])
-def test_sharded_over_two_processes_equals_one(accumulation: int, launch: Any, tmp_path: Path) -> None:
+FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}
+
+
+@pytest.mark.parametrize(
+    ("lora", "sampling"),
+    [(False, {}), (True, {"sampler": "transformers", "num_generations": 8})],
+    ids=["all weights", "adapter, one prompt sampled on the shards of two"],
+)
+def test_sharded_over_two_processes_equals_one(
+    lora: bool, sampling: dict[str, Any], launch: Any, tmp_path: Path
+) -> None:
+    # 7 samples, so 3 and 4: with at most 3 in a backward pass one process has one piece, the other two
     options: dict[str, Any] = {
+        "extra": {"reward": "reward_but_one", "rows": 2, "lora": lora},
         "optim": "sgd",
         "learning_rate": 0.5,
         "max_grad_norm": 0.0,
         "max_steps": 2,
-        "gradient_accumulation_steps": accumulation,
-    }
-    sharding = {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
-        "FSDP_RESHARD_AFTER_FORWARD": "true",
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        "backprop_accumulation_micro_batch_size": 3,
+        **sampling,
     }
     succeeded(launch("one", here=True, **options))
-    succeeded(launch("sharded", processes=2, environment=sharding, **options))
+    succeeded(launch("sharded", processes=2, environment=FSDP, **options))
     first, second = weights(tmp_path, "one"), weights(tmp_path, "sharded")
+    assert first.keys() == second.keys()
     for name, value in first.items():
         torch.testing.assert_close(
             second[name], value, rtol=0, atol=3e-6, msg=lambda text, name=name: f"{name}: {text}"

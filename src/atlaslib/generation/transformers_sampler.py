@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from atlaslib.generation.protocol import Request, SampledCompletion, SamplingSet
 class TransformersSampler:
     """Left-padded batches through ``generate``; log-probs from the raw logits of each step.
 
-    ``synced_gpus``: the model is sharded, so every process goes on until the last one is done.
+    ``synced_gpus``: the model is sharded, so every process goes on until the last one is done, also one without requests.
     """
 
     def __init__(
@@ -39,15 +40,27 @@ class TransformersSampler:
         """``n`` completions per request; requests of one call share one random stream, seeded by the first of a batch."""
         prompts = [request.prompt_ids for request in requests for _ in range(request.n)]
         seeds = [request.seed for request in requests for _ in range(request.n)]
+        starts = range(0, len(prompts), self._batch_size)
         flat: list[SampledCompletion] = []
         with self._around():
-            for start in range(0, len(prompts), self._batch_size):
+            idle = self._most_of_all(len(starts)) - len(starts)
+            for start in starts:
                 flat += self._generate_batch(prompts[start : start + self._batch_size], seeds[start], settings)
+            for _ in range(idle):
+                self._generate_batch([[self._pad_id]], 0, replace(settings, max_tokens=1, min_tokens=0))
         results = iter(flat)
         return [[next(results) for _ in range(request.n)] for request in requests]
 
     def close(self) -> None:
         """Nothing to give back."""
+
+    def _most_of_all(self, batches: int) -> int:
+        """Batches of the busiest process: the others' shards are needed for them too."""
+        if not self._synced:
+            return batches
+        most = torch.tensor(batches, device=next(self._model.parameters()).device)
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+        return int(most)
 
     def _generate_batch(
         self, prompts: list[list[int]], seed: int, settings: SamplingSettings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -69,7 +70,7 @@ def full_state(model: Any) -> Iterable[tuple[str, torch.Tensor]]:
         weight = _whole(layer.weight)
         for adapter in getattr(module, "active_adapters", []):
             if hasattr(module, "get_delta_weight") and adapter in getattr(module, "lora_A", {}):
-                weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
+                weight = weight + _delta_weight(module, adapter).to(weight.dtype)
         yield f"{name}.weight", weight
         if getattr(layer, "bias", None) is not None:
             yield f"{name}.bias", _whole(layer.bias)
@@ -84,6 +85,14 @@ def full_state(model: Any) -> Iterable[tuple[str, torch.Tensor]]:
         elif ".modules_to_save." in name:
             head, _, tail = name.partition(".modules_to_save.")
             yield f"{head}.{tail.split('.', 1)[1]}", _whole(value)
+
+
+def _delta_weight(module: Any, adapter: str) -> torch.Tensor:
+    """What the adapter adds to its layer's weight, from whole matrices."""
+    with contextlib.ExitStack() as stack:
+        for part in (module.lora_A[adapter], module.lora_B[adapter]):
+            stack.enter_context(whole(part.weight))
+        return _whole(module.get_delta_weight(adapter))
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,18 @@ def share(items: Sequence[Item], rank: int, world: int) -> list[Item]:
     return list(items[rank * len(items) // world : (rank + 1) * len(items) // world])
 
 
+def cut(
+    samples: Sequence[TrainingSample], config: GRPOConfig, *, rank: int, world: int, count: int
+) -> list[list[list[TrainingSample]]]:
+    """What process ``rank`` of ``world`` trains on: ``count`` micro-steps of pieces.
+
+    A micro-step has equally many pieces on every process, some of them empty: the processes of a sharded model run every pass together.
+    """
+    of_all = [[pieces(part, config) for part in split_evenly(share(samples, r, world), count)] for r in range(world)]
+    most = [max(map(len, parts)) for parts in zip(*of_all, strict=True)]
+    return [part + [[]] * (number - len(part)) for part, number in zip(of_all[rank], most, strict=True)]
+
+
 def pieces(samples: list[TrainingSample], config: GRPOConfig) -> list[list[TrainingSample]]:
     """The micro-step as pieces with a backward pass each (``backprop_accumulation_*``); never empty."""
     size = config.backprop_accumulation_micro_batch_size

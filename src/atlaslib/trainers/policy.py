@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from atlaslib.algorithms import head_kernels
@@ -65,8 +66,7 @@ class PolicyForward:
         temperature = batch.temperature if self._at_temperature else torch.ones_like(batch.temperature)
         if batch.num_trained_tokens == 0:
             # DDP waits for a gradient of every parameter from every process, of the head's too
-            everything = sum((parameter.sum() for parameter in head.parameters()), hidden.sum())
-            return TokenLogprobs(0.0 * everything.expand(0, 1), None)
+            return with_whole_head(head, lambda: TokenLogprobs(0.0 * _everything(head, hidden).expand(0, 1), None))
         if self._exact:
             return exact_logprobs(
                 lambda part: model_logits(base, decoder, part),
@@ -80,7 +80,9 @@ class PolicyForward:
             return _chunked_head_logprobs(
                 head, picked, targets, temperature, self._chunk_size, head_options(base.config), with_entropy
             )
-        return self._head_logprobs(base, head, picked, targets, temperature, with_entropy)
+        return with_whole_head(
+            head, lambda: self._head_logprobs(base, head, picked, targets, temperature, with_entropy)
+        )
 
     def _head_logprobs(
         self,
@@ -117,6 +119,16 @@ class PolicyForward:
             )
         assert some.entropy is not None
         return TokenLogprobs(result.logprobs, some.entropy.mean().expand(picked.shape[0]))
+
+
+def with_whole_head(head: Any, compute: Callable[[], TokenLogprobs]) -> TokenLogprobs:
+    """FSDP puts the head's weights together when the head is called: ``compute``, which reads them itself, runs in its place."""
+    return run_as_forward(head, head, compute) if isinstance(head, FSDPModule) else compute()  # type: ignore[no-any-return]
+
+
+def _everything(head: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """[] depends on every parameter."""
+    return sum((parameter.sum() for parameter in head.parameters()), hidden.sum())
 
 
 def run_as_forward(wrapper: Any, inner: Any, compute: Callable[[], Any]) -> Any:

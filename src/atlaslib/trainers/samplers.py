@@ -66,8 +66,13 @@ class SamplerHost:
         self.push_to_environments()
 
     def push_to_environments(self) -> None:
-        """Environments that sample from vLLM servers get the present weights; called by all processes, at the start and after each step."""
-        if self._trainer.service is not None and self._trainer.config.sampler_kind == "vllm_server":
+        """Environments get the present weights; called by all processes, at the start and after each step.
+
+        The engine that serves the policy itself has them already: this is for vLLM servers and for the copy of a sharded policy.
+        """
+        config = self._trainer.config
+        copied = self._replica is not None and config.policy_server_port is not None
+        if self._trainer.service is not None and (copied or config.sampler_kind == "vllm_server"):
             self.sync(self._trainer.policy_version)
 
     @property
@@ -192,14 +197,18 @@ def is_zero3(trainer: GRPOTrainer) -> bool:
     return plugin is not None and plugin.zero_stage == 3
 
 
+def is_sharded(trainer: GRPOTrainer) -> bool:
+    """Each process holds a part of the policy's weights: all of them take part in every pass."""
+    return trainer.accelerator.num_processes > 1 and (is_zero3(trainer) or trainer.is_fsdp_enabled)
+
+
 def _transformers_sampler(trainer: GRPOTrainer) -> Sampler:
     from atlaslib.generation.transformers_sampler import TransformersSampler
 
-    sharded = is_zero3(trainer) or trainer.is_fsdp_enabled
     return TransformersSampler(
         trainer.accelerator.unwrap_model(trainer.model),
         pad_id=trainer.processing_class.pad_token_id,
-        synced_gpus=sharded and trainer.accelerator.num_processes > 1,
+        synced_gpus=is_sharded(trainer),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import DistributedType
 
 from atlaslib.algorithms.losses import LossResult, TokenStreams, policy_loss
-from atlaslib.data.packing import build_microbatch, split_evenly
+from atlaslib.data.packing import build_microbatch
 from atlaslib.errors import ConfigError
 from atlaslib.rewards.reward_calls import on_device
 from atlaslib.trainers import batch_sizes, model_setup
@@ -55,15 +55,14 @@ class PolicyUpdate:
         """This process's share of the batch as ``count`` micro-steps; notes what the loss is divided by."""
         world = self._accelerator.num_processes
         needed = batch_sizes.contributing(samples, self._config)
-        mine = batch_sizes.share(needed, self._accelerator.process_index, world)
         self._metrics().put("train/skipped_share", 1.0 - len(needed) / max(len(samples), 1))
         self.totals = StepTotals(
             num_sequences=float(len(samples)),
             num_tokens=float(sum(sample.num_trained_tokens for sample in samples)),
             num_micro_steps=float(count * world),
         )
-        parts = [batch_sizes.pieces(part, self._config) for part in split_evenly(mine, count)]
-        return [[self._layout(piece, model) for piece in part] for part in parts]
+        mine = batch_sizes.cut(needed, self._config, rank=self._accelerator.process_index, world=world, count=count)
+        return [[self._layout(piece, model) for piece in part] for part in mine]
 
     def _layout(self, samples: list[TrainingSample], model: Any) -> Microbatch:
         device = self._accelerator.device
@@ -83,6 +82,7 @@ class PolicyUpdate:
     def loss(self, model: Any, batch: Microbatch, *, num_micro_step_tokens: int | None = None) -> LossResult:
         """The loss of one piece as its share of the step; ``num_micro_step_tokens``: of all pieces of its micro-step."""
         result = self.forward_logprobs(model, batch, with_entropy=True)
+        ref_logprobs = self._reference_logprobs(model, batch)
         if batch.num_trained_tokens == 0:
             return LossResult(loss=result.logprobs.sum() * 0.0)
         logprobs = result.logprobs[:, 0]
@@ -98,7 +98,7 @@ class PolicyUpdate:
             sample_lengths=batch.sample_lengths,
             sft=batch.sft,
             entropy=result.entropy,
-            ref_logprobs=self._reference_logprobs(model, batch),
+            ref_logprobs=ref_logprobs,
             distill_policy_logprobs=None if batch.distill_ids is None else result.logprobs[:, 1:],
             distill_teacher_logprobs=batch.distill_logprobs,
         )
@@ -118,9 +118,15 @@ class PolicyUpdate:
         if batch.ref_logprobs is None:
             given = batch.given_ref_logprobs
             missing = torch.isnan(given)
-            computed = self._compute_reference(model, batch) if bool(missing.any()) else given
+            needed = bool(missing.any()) or self._reference_is_sharded
+            computed = self._compute_reference(model, batch) if needed else given
             batch.ref_logprobs = torch.where(missing, computed, given)
         return batch.ref_logprobs
+
+    @property
+    def _reference_is_sharded(self) -> bool:
+        """The policy's own weights without the adapter: all processes run the pass, also those whose piece does not need it."""
+        return self.reference is None and self._accelerator.distributed_type in SHARDING
 
     def _compute_reference(self, model: Any, batch: Microbatch) -> torch.Tensor:
         inner = self._accelerator.unwrap_model(model)
