@@ -25,8 +25,10 @@ class StudentReply:
 class Student(Protocol):
     """Answers chats; its weights never change during a run."""
 
-    def answer(self, chats: Sequence[Chat], settings: SamplingSettings, *, seed: int) -> list[StudentReply]:
-        """One reply per chat, in order."""
+    def answer(
+        self, chats: Sequence[Chat], settings: SamplingSettings, *, seed: int, positions: Sequence[int] | None = None
+    ) -> list[StudentReply]:
+        """One reply per chat, in order. ``positions`` (may be left out of an own student) number the chats over all processes."""
 
 
 class ModelStudent:
@@ -38,13 +40,13 @@ class ModelStudent:
         self._sampler, self._tokenizer, self._stop = sampler, tokenizer, stop_token_ids
         self._encoder = PromptEncoder(tokenizer, max_length=max_prompt_length)
 
-    def answer(self, chats: Sequence[Chat], settings: SamplingSettings, *, seed: int) -> list[StudentReply]:
-        """One reply per chat; the same seed gives the same replies."""
+    def answer(
+        self, chats: Sequence[Chat], settings: SamplingSettings, *, seed: int, positions: Sequence[int] | None = None
+    ) -> list[StudentReply]:
+        """One reply per chat; the same seed and position give the same reply."""
         requests = [
-            Request(
-                prompt_ids=self._encoder.encode({"prompt": self._prompt(chat)}).token_ids, seed=derive_seed(seed, index)
-            )
-            for index, chat in enumerate(chats)
+            Request(prompt_ids=self._encoder.encode({"prompt": self._prompt(chat)}).token_ids, seed=own_seed)
+            for chat, own_seed in zip(chats, _seeds(seed, chats, positions), strict=True)
         ]
         outputs = self._sampler.generate(requests, with_stops(settings, self._stop))
         return [
@@ -82,16 +84,20 @@ class EndpointStudent:
         self.base_url, self.model = base_url.rstrip("/"), model
         self._api_key, self._max_concurrent, self._timeout_s = api_key, max_concurrent, timeout_s
 
-    def answer(self, chats: Sequence[Chat], settings: SamplingSettings, *, seed: int) -> list[StudentReply]:
+    def answer(
+        self, chats: Sequence[Chat], settings: SamplingSettings, *, seed: int, positions: Sequence[int] | None = None
+    ) -> list[StudentReply]:
         """One reply per chat, asked concurrently; transient failures are retried, a lasting one raises :class:`StudentError`."""
-        return asyncio.run(self._answer(chats, settings, seed))
+        return asyncio.run(self._answer(chats, settings, _seeds(seed, chats, positions)))
 
-    async def _answer(self, chats: Sequence[Chat], settings: SamplingSettings, seed: int) -> list[StudentReply]:
+    async def _answer(
+        self, chats: Sequence[Chat], settings: SamplingSettings, seeds: Sequence[int]
+    ) -> list[StudentReply]:
         from openai import AsyncOpenAI, OpenAIError
 
         gate = asyncio.Semaphore(self._max_concurrent)
 
-        async def ask(index: int, chat: Chat) -> StudentReply:
+        async def ask(chat: Chat, seed: int) -> StudentReply:
             async with gate:
                 reply = await client.chat.completions.create(
                     model=self.model,
@@ -99,7 +105,7 @@ class EndpointStudent:
                     max_tokens=settings.max_tokens,
                     temperature=settings.temperature,
                     top_p=settings.top_p,
-                    seed=derive_seed(seed, index) % (1 << 31),
+                    seed=seed % (1 << 31),
                 )
             text = reply.choices[0].message.content or ""
             return StudentReply(
@@ -110,11 +116,16 @@ class EndpointStudent:
             base_url=self.base_url, api_key=self._api_key or "x", timeout=self._timeout_s, max_retries=4
         ) as client:
             try:
-                return list(await asyncio.gather(*(ask(index, chat) for index, chat in enumerate(chats))))
+                return list(await asyncio.gather(*map(ask, chats, seeds)))
             except OpenAIError as error:
                 raise StudentError(
                     f"the student at {self.base_url} (model {self.model!r}) did not answer: {error}"
                 ) from error
+
+
+def _seeds(seed: int, chats: Sequence[Chat], positions: Sequence[int] | None) -> list[int]:
+    """Per chat; one that depends on its number over all processes, not on who asks."""
+    return [derive_seed(seed, position) for position in (range(len(chats)) if positions is None else positions)]
 
 
 def with_stops(settings: SamplingSettings, stop_token_ids: tuple[int, ...]) -> SamplingSettings:

@@ -27,7 +27,7 @@ from atlaslib.trainers import model_setup
 from atlaslib.trainers.grpo import GRPOTrainer
 from atlaslib.trainers.grpo_config import GRPOConfig
 from atlaslib.trainers.rollouts import Rollout
-from atlaslib.trainers.samplers import make_engine
+from atlaslib.trainers.samplers import is_sharded, make_engine
 from atlaslib.trainers.teaching_dialogue import TeachingTemplates
 from atlaslib.trainers.teaching_round import TeachingRound, save_dialogues, save_successes, teaching_metrics
 from atlaslib.types import TrainingSample
@@ -108,9 +108,9 @@ class TeacherGRPOTrainer(GRPOTrainer):
         settings: SamplingSettings | None = None,
     ) -> list[Rollout]:
         """The teacher's completions, each with what the student made of it."""
-        if not rows:
+        if not rows and not is_sharded(self):
             return []
-        starts = self.teaching.ask_student(rows, seed=seed)
+        starts = self.teaching.ask_student(rows, seed=seed, positions=positions)
         made = super().rollout(
             self.teaching.teacher_rows(rows, starts),
             group_ids=group_ids,
@@ -119,7 +119,7 @@ class TeacherGRPOTrainer(GRPOTrainer):
             num_generations=num_generations,
             settings=settings,
         )
-        self.teaching.teach(rows, starts, made, tokenizer=self.processing_class, seed=seed)
+        self.teaching.teach(rows, starts, made, tokenizer=self.processing_class, seed=seed, positions=positions)
         return made
 
     def annotate(self, samples: list[TrainingSample], made: Sequence[Rollout]) -> list[TrainingSample]:
@@ -181,7 +181,12 @@ class TeacherGRPOTrainer(GRPOTrainer):
         from atlaslib.generation.transformers_sampler import TransformersSampler
 
         tokenizer = tokenizer or self.processing_class
-        sampler = TransformersSampler(policy, pad_id=tokenizer.pad_token_id, around_generation=policy.disable_adapter)
+        sampler = TransformersSampler(
+            policy,
+            pad_id=tokenizer.pad_token_id,
+            around_generation=policy.disable_adapter,
+            synced_gpus=is_sharded(self),
+        )
         return ModelStudent(
             sampler, tokenizer, max_prompt_length=None, stop_token_ids=model_setup.stop_token_ids(policy, tokenizer)
         )

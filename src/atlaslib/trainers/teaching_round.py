@@ -6,6 +6,7 @@ the reward.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import random
@@ -18,7 +19,7 @@ from typing import Any
 
 from atlaslib.data.prompts import derive_seed
 from atlaslib.generation.protocol import SamplingSettings
-from atlaslib.generation.students import Student, StudentReply
+from atlaslib.generation.students import Chat, Student, StudentReply
 from atlaslib.rewards.answers import answers_match, extract_answer
 from atlaslib.trainers.rollouts import Rollout
 from atlaslib.trainers.teaching_dialogue import (
@@ -52,8 +53,8 @@ class TeachingRound:
     answer_settings: SamplingSettings
     probe_settings: SamplingSettings
 
-    def ask_student(self, rows: Sequence[dict[str, Any]], *, seed: int) -> list[StudentStart]:
-        """Baseline and probe, one of each per row."""
+    def ask_student(self, rows: Sequence[dict[str, Any]], *, seed: int, positions: Sequence[int]) -> list[StudentStart]:
+        """Baseline and probe, one of each per row; ``positions`` number the rows over all processes."""
         questions = [question_text(row["prompt"]) for row in rows]
         chats = [
             [
@@ -62,8 +63,8 @@ class TeachingRound:
             ]
             for template in (self.templates.baseline, self.templates.diagnostic)
         ]
-        baselines = self.student.answer(chats[0], self.answer_settings, seed=derive_seed(seed, 1))
-        probes = self.student.answer(chats[1], self.probe_settings, seed=derive_seed(seed, 2))
+        baselines = self._answers(chats[0], self.answer_settings, derive_seed(seed, 1), positions)
+        probes = self._answers(chats[1], self.probe_settings, derive_seed(seed, 2), positions)
         return [
             StudentStart(question=question, baseline=baseline, probe=probe)
             for question, baseline, probe in zip(questions, baselines, probes, strict=True)
@@ -88,6 +89,7 @@ class TeachingRound:
         *,
         tokenizer: Any,
         seed: int,
+        positions: Sequence[int],
     ) -> None:
         """Let the student answer with each teaching and put every role's text and length into the rollouts.
 
@@ -103,11 +105,20 @@ class TeachingRound:
             )
             for (row, start), teaching in zip(owners, teachings, strict=True)
         ]
-        answers = self.student.answer(chats, self.answer_settings, seed=derive_seed(seed, 3))
+        numbers = [position * per_row + number for position in positions for number in range(per_row)]
+        answers = self._answers(chats, self.answer_settings, derive_seed(seed, 3), numbers)
         for rollout, (row, start), teaching, answer in zip(made, owners, teachings, answers, strict=True):
             rollout.extra = role_columns(row, start, rollout.completion_text, teaching, answer)
             rollout.extra["teaching_lengths"] = len(tokenizer(teaching, add_special_tokens=False)["input_ids"])
             rollout.extra["teacher_response_lengths"] = len(rollout.completion_ids)
+
+    def _answers(
+        self, chats: list[Chat], settings: SamplingSettings, seed: int, positions: Sequence[int]
+    ) -> list[StudentReply]:
+        """A student that takes no positions gets a seed that differs between processes."""
+        if "positions" in inspect.signature(self.student.answer).parameters:
+            return self.student.answer(chats, settings, seed=seed, positions=positions)
+        return self.student.answer(chats, settings, seed=derive_seed(seed, *positions[:1]))
 
 
 def role_columns(

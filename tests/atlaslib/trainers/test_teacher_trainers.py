@@ -118,6 +118,44 @@ def test_baseline_and_probe_are_asked_once_per_prompt(tmp_path: Path) -> None:
     assert len(asked.asked[2]) == 6
 
 
+def test_a_student_answers_the_same_whichever_process_asks(tmp_path: Path) -> None:
+    trainer = make(tmp_path, student_model=tiny_llama(seed=3), max_probe_tokens=8)
+
+    def texts(first: int, last: int) -> list[tuple[str, str, str]]:
+        made = trainer.rollout(
+            ROWS[first:last],
+            group_ids=["g"] * (last - first),
+            positions=range(first, last),
+            seed=1,
+            num_generations=2,
+        )
+        columns = ("baseline_responses", "student_approaches", "student_responses")
+        return [tuple(rollout.extra[name] for name in columns) for rollout in made]
+
+    whole = texts(0, 4)
+    assert texts(0, 2) + texts(2, 4) == whole
+
+
+def test_a_student_that_takes_only_a_seed_gets_another_one_in_each_process(tmp_path: Path) -> None:
+    seeds: list[int] = []
+
+    class SeedStudent(ScriptedStudent):
+        def answer(self, chats: Sequence[list[dict[str, str]]], settings: Any, *, seed: int) -> list[StudentReply]:
+            seeds.append(seed)
+            return super().answer(chats, settings, seed=seed)
+
+    trainer = make(tmp_path, student_model=SeedStudent())
+    for first in (0, 2):
+        trainer.rollout(
+            ROWS[first : first + 2],
+            group_ids=["g"] * 2,
+            positions=[first, first + 1],
+            seed=1,
+            num_generations=2,
+        )
+    assert len(set(seeds)) == 6
+
+
 def test_teacher_is_trained_on_exactly_what_it_was_sampled_with(tmp_path: Path) -> None:
     trainer = make(tmp_path, student_model=ScriptedStudent())
     made = rollouts(trainer, ROWS[:1])
@@ -222,7 +260,7 @@ def test_a_student_the_engine_does_not_know_answers_all_the_same(
     )
     trainer = make(tmp_path, student_model=odd, max_probe_tokens=3)
     assert "instead of the embedded engine" in caplog.text
-    (start,) = trainer.teaching.ask_student(ROWS[:1], seed=1)
+    (start,) = trainer.teaching.ask_student(ROWS[:1], seed=1, positions=[0])
     assert 1 <= start.probe.num_tokens <= 3
     with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
         make(tmp_path, student_model=odd, sampler="engine")
