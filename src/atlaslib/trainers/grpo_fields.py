@@ -18,6 +18,8 @@ import yaml
 from atlaslib.errors import ConfigError, MissingExtraError
 
 OWN_FILE = Path(__file__).with_name("grpo_config.py")
+NONE_IS_A_VALUE = {"report_to", "scale_rewards"}
+"""Parameters for which the text 'none' is a choice of its own; for all others it means that nothing is given"""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -98,7 +100,7 @@ def _constant(node: ast.expr) -> object:
 def convert(parameter: Parameter, value: Any) -> Any:
     """``value`` as the type the parameter declares; a value that cannot be one is an error that names both."""
     kind = parameter.type_text
-    absent = {"null", ""} if "str" in kind else {"none", "null", ""}  # 'none' is a value of several text parameters
+    absent = {"null", ""} if parameter.name in NONE_IS_A_VALUE else {"none", "null", ""}
     if isinstance(value, str) and value.lower() in absent and "None" in kind:
         return None
     loaded = read_value(value)

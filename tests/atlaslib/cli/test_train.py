@@ -54,6 +54,17 @@ def test_forms_of_a_parameter(tmp_path: Path) -> None:
     }
 
 
+def test_none_is_nothing_except_where_it_is_a_choice() -> None:
+    words = ["metrics_file=none", "rollout_server_url=None", "model_init_kwargs=none", "max_staleness=none"]
+    assert parse(words) == dict.fromkeys(word.partition("=")[0] for word in words)
+    assert parse(["report_to=none", "scale_rewards=none", "importance_correction=none"]) == {
+        "report_to": "none",
+        "scale_rewards": "none",
+        "importance_correction": "none",
+    }
+    assert parse(["report_to=null", "scale_rewards=null"]) == {"report_to": None, "scale_rewards": None}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
