@@ -63,8 +63,7 @@ class RolloutPipeline:
         trainer = self._trainer
         last = -(-trainer.state.max_steps // trainer.config.num_iterations)
         newest = self._pending[-1][0] if self._pending else round_index
-        if not self._pending:
-            trainer.sync_sampler()
+        trainer.sync_sampler()
         for wanted in range(newest + 1, round_index + self._ahead + 1):
             if wanted < last:
                 self._ask(wanted)

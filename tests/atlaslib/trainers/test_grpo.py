@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from atlaslib.errors import ConfigError
+from atlaslib.generation.replica import whole_copy
 from atlaslib.trainers import GRPOConfig, GRPOTrainer
 from atroposlib.errors import RewardComputationError
 
@@ -148,11 +149,15 @@ def test_truncated_completions_can_be_masked(
     assert before.shape == parameters(model).shape
 
 
+@pytest.mark.parametrize("from_copy", [False, True], ids=["own weights", "copy of a sharded policy"])
 def test_sampling_ahead_stays_within_the_bound(
-    small_model: Any, make_config: Any, tiny_tokenizer: Any, rows: Any, letters: Any
+    from_copy: bool, small_model: Any, make_config: Any, tiny_tokenizer: Any, rows: Any, letters: Any
 ) -> None:
     config = make_config(max_steps=8, max_staleness=2)
-    GRPOTrainer(small_model(), letters, config, train_dataset=rows, processing_class=tiny_tokenizer).train()
+    trainer = GRPOTrainer(small_model(), letters, config, train_dataset=rows, processing_class=tiny_tokenizer)
+    if from_copy:
+        trainer.sampler_host._replica = whole_copy(trainer.model)  # as with FSDP
+    trainer.train()
     staleness = [line["rollout/staleness_max"] for line in read_metrics(config.output_dir)]
     assert staleness[0] == 0.0
     assert max(staleness) in {1.0, 2.0}
