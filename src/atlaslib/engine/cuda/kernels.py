@@ -22,8 +22,10 @@ SAMPLE_CHUNK = 4096
 @cache
 def early_launch() -> dict[str, bool]:
     """Launch options of every kernel here: from Hopper on, it is set up while the one before still runs."""
-    early = torch.cuda.get_device_capability() >= (9, 0)
-    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+    known = torch.version.hip is None and hasattr(tl.extra.cuda, "gdc_wait")  # Triton 3.4
+    if known and torch.cuda.get_device_capability() >= (9, 0):
+        return {"EARLY": True, "launch_pdl": True}
+    return {"EARLY": False}
 
 
 @triton.jit
