@@ -7,6 +7,7 @@ Rows are padded on the right, the decoder runs in exact arithmetic, and the way 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +27,7 @@ def exact_logprobs(
     *,
     chunk_size: int | None,
     with_entropy: bool,
+    entropy_gradient: bool,
 ) -> TokenLogprobs:
     """Of ``targets`` [T, K] at ``temperature`` [T]; ``logits_of`` makes [c, V] of the decoder's ``hidden`` [T, H], cut into chunks."""
 
@@ -33,12 +35,14 @@ def exact_logprobs(
         with exact_arithmetic(part.device):
             logits = logits_of(part)
             columns = [exact_token_logprobs(logits, column, divisor) for column in ids.unbind(1)]
-        entropy = _entropy(logits, divisor) if with_entropy else divisor.new_zeros(len(part))
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy = _entropy(logits, divisor) if with_entropy else divisor.new_zeros(len(part))
         return torch.stack(columns, dim=1), entropy
 
     size = chunk_size or CHUNK
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     pieces = [
-        checkpoint(chunk, hidden[i : i + size], targets[i : i + size], temperature[i : i + size], use_reentrant=False)
+        checkpoint(chunk, hidden[i : i + size], targets[i : i + size], temperature[i : i + size], **settings)
         for i in range(0, hidden.shape[0], size)
     ]
     logprobs, entropy = (torch.cat(column) for column in zip(*pieces, strict=True))

@@ -75,6 +75,7 @@ class PolicyForward:
                 temperature,
                 chunk_size=self._chunk_size,
                 with_entropy=with_entropy,
+                entropy_gradient=self._entropy_gradient,
             )
         if not is_plain_linear(head):
             return _chunked_head_logprobs(
