@@ -201,13 +201,14 @@ def test_sharded_over_two_processes_equals_one(
         "extra": {"reward": "reward_but_one", "rows": 2, "lora": lora},
         "optim": "sgd",
         "learning_rate": 0.5,
-        "max_grad_norm": 0.0,
+        "max_grad_norm": 0.5,  # clips
         "max_steps": 2,
         "backprop_accumulation_micro_batch_size": 3,
         **sampling,
     }
     succeeded(launch("one", here=True, **options))
     succeeded(launch("sharded", processes=2, environment=FSDP, **options))
+    assert metrics(tmp_path, "sharded") == [pytest.approx(line, abs=1e-5) for line in metrics(tmp_path, "one")]
     first, second = weights(tmp_path, "one"), weights(tmp_path, "sharded")
     assert first.keys() == second.keys()
     for name, value in first.items():
