@@ -115,6 +115,9 @@ def main(settings_file: str) -> None:
     if trainer.is_world_process_zero():
         torch.save({name: value.cpu() for name, value in state.items()}, Path(config.output_dir) / "weights.pt")
     if torch.distributed.is_initialized():
+        # Gloo's threads need the interpreter to free the tensors of the last gather, and DeepSpeed keeps their group alive: without
+        # the wait in here the interpreter may end first, which aborts the process.
+        torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 
