@@ -3,8 +3,8 @@
 The engine computes a token's log-prob from one new row and a cache; a trainer computes it from a whole padded batch. In
 ordinary float arithmetic the two differ in the last bits, because libraries choose another order of summation for
 another shape. Here every sum has one fixed order: matrix products run in tiles of 32 rows, attention in tiles of 16
-query rows and 32 keys counted from the sequence's first token, functions like exp in pieces that always take the same
-vector code (CUDA: see `cuda.exact_kernels`). Both sides use the same functions, so both get the same bits:
+query rows and 32 keys counted from the sequence's first token (or one query at a time, compiled), functions like exp in
+pieces that always take the same vector code (CUDA: see `cuda.exact_kernels`). Both sides use the same functions, so both get the same bits:
 
     with exact_forward(model):                       # the trainer's pass; right padding
         logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
@@ -25,6 +25,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from atlaslib.engine.attention import StepContext, causal_mask, configs_of
+from atlaslib.engine.cpu import native_attention
 from atlaslib.errors import ConfigError
 
 NAME = "atropos_exact"
@@ -116,7 +117,10 @@ def exact_attention(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Attention with a running softmax over key tiles in a fixed order; [N, rows, value_dim]."""
+    """Attention with a running softmax over key tiles in a fixed order, or compiled; [N, rows, value_dim]."""
+    compiled = native_attention.attend(query, key, value, allowed, scale, softcap)
+    if compiled is not None:
+        return compiled
     count, rows, dim = query.shape
     keys = key.shape[1]
     more_rows, more_keys = -rows % QUERY_ROWS, -keys % KEY_TILE

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from atlaslib.engine import Engine, EngineConfig, SamplingParams
+from atlaslib.engine.cpu import native_attention
 from atlaslib.engine.exact import exact_attention, exact_forward, exact_linear, exact_token_logprobs, last_sum, tiled
 from atlaslib.errors import ConfigError
 from atlaslib.models.tiny import tiny_llama
@@ -27,8 +28,11 @@ def trainer_logprobs(model: Any, sequences: list[list[int]], temperature: float)
     return flat.view(len(sequences), -1)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_engine_and_trainer_agree_to_the_last_bit(name: str) -> None:
+def test_engine_and_trainer_agree_to_the_last_bit(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(native_attention, "attend", lambda *_: None)
     model = tiny_causal_lm(name)
     engine = Engine(model, config=EngineConfig(block_size=8, max_prefill_tokens=20, max_num_seqs=7, exact=True))
     generator = torch.Generator().manual_seed(4)
@@ -41,6 +45,28 @@ def test_engine_and_trainer_agree_to_the_last_bit(name: str) -> None:
     for row, (prompt, reply) in enumerate(pairs):
         assert reply.temperature_logprobs == exact[row, len(prompt) - 1 : len(prompt) + 13].tolist()
         assert reply.logprobs == reply.temperature_logprobs
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_compiled_attention_is_the_same_function(softcap: float | None) -> None:
+    if native_attention.native_decode.library() is None:
+        pytest.skip("no C compiler")
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(3, n, d, generator=generator) for n, d in ((5, 24), (70, 24), (70, 17)))
+    places = torch.arange(70)
+    for allowed in (
+        (places < 37).expand(1, 1, 70),
+        (places <= torch.tensor([2, 9, 31, 64, 69])[:, None])[None],
+        ((places < 60) & (places >= torch.tensor([0, 1, 33])[:, None]))[:, None],
+    ):
+        got = exact_attention(query, key, value, allowed, 0.3, softcap)
+        scores = torch.einsum("nrd,nkd->nrk", query.double(), key.double()) * 0.3
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = torch.softmax(scores.masked_fill(~allowed, -torch.inf), -1)
+        torch.testing.assert_close(got.double(), weights @ value.double(), atol=2e-6, rtol=1e-5)
+        alone = exact_attention(query[1:2, 2:3], key[1:2], value[1:2], allowed.expand(3, 5, 70)[1:2, 2:3], 0.3, softcap)
+        assert torch.equal(alone[0, 0], got[1, 2])
 
 
 def test_every_head_with_its_own_keys_and_prompts_of_whole_tiles() -> None:

@@ -296,3 +296,20 @@ void atropos_sample(int64_t rows, int64_t vocab, const float *logits, const floa
         raw[r] = temperature == 1.0f ? logprobs[r] : (float)(logits[token] - peak - log(weigh(logits, peak, 1.0f, vocab, weights, chunks)));
     }
 }
+
+/* Each of [count, rows] queries over the keys ranges[0] to ranges[1] of its sequence, [count, keys]. No row depends on another,
+   so exact mode uses this for decode steps, prompts and the trainer's pass alike. Scratch: a float for every key. */
+void atropos_attend(int64_t count, int64_t rows, int64_t keys, int64_t dim, int64_t value_dim, float scale, float softcap,
+                    const float *query, const float *key, const float *value, const int64_t *ranges, float *scores, float *out) {
+    for (int64_t n = 0; n < count; n++, key += keys * dim, value += keys * value_dim) {
+        for (int64_t r = 0; r < rows; r++, ranges += 2, query += dim, out += value_dim) {
+            int64_t length = ranges[1] - ranges[0];
+            const float *seen = key + ranges[0] * dim, *values = value + ranges[0] * value_dim;
+            for (int64_t t = 0; t < length; t++) scores[t] = dot(query, seen + t * dim, dim) * scale;
+            for (int64_t t = 0; t < length && softcap > 0.0f; t++) scores[t] = softcap * tanhf(scores[t] / softcap);
+            softmax(scores, length);
+            for (int64_t i = 0; i < value_dim; i++) out[i] = 0.0f;
+            for (int64_t t = 0; t < length; t++) add_scaled(out, values + t * value_dim, scores[t], value_dim);
+        }
+    }
+}

@@ -124,9 +124,10 @@ def library() -> ctypes.CDLL | None:
     found = native.load(_SOURCE, *_vector_flags())
     if found is not None:
         pointer, whole = ctypes.c_void_p, ctypes.c_int64
-        found.atropos_decode.restype = found.atropos_sample.restype = None
+        found.atropos_decode.restype = found.atropos_sample.restype = found.atropos_attend.restype = None
         found.atropos_decode.argtypes = [*[pointer] * 3, whole, *[pointer] * 5]
         found.atropos_sample.argtypes = [whole, whole, *[pointer] * 9]
+        found.atropos_attend.argtypes = [*[whole] * 5, ctypes.c_float, ctypes.c_float, *[pointer] * 6]
     return found
 
 
