@@ -190,6 +190,11 @@ def train(settings: dict[str, Any], run: dict[str, Any]) -> int:
     if str(target).lower() not in {"none", "false"}:
         trainer.save_model(target)
         logger.info("%d steps done; the model is in %s", trainer.state.global_step, target)
+    if (
+        trainer.accelerator.num_processes > 1
+    ):  # together: one that aborts while it ends would take down one that still writes
+        trainer.accelerator.wait_for_everyone()
+        trainer.accelerator.end_training()
     return 0
 
 
