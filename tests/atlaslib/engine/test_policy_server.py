@@ -479,7 +479,9 @@ def test_a_body_too_large_is_refused_before_it_is_held(served: tuple[EngineThrea
 def test_a_body_that_says_it_is_too_large_is_not_waited_for(http: httpx.Client) -> None:
     with socket.create_connection((http.base_url.host, http.base_url.port), timeout=30) as raw:
         raw.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 10000000000\r\n\r\n{")
-        reply = raw.recv(10_000).decode()
+        reply = ""
+        while "}" not in reply and (part := raw.recv(10_000)):  # head and body may come one after the other
+            reply += part.decode()
     assert reply.startswith("HTTP/1.1 413 ")
     assert f"the body has 10000000000 bytes or more and the limit is {MAX_BODY};" in reply
 
