@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from atlaslib.algorithms import head_kernels
@@ -124,6 +123,10 @@ class PolicyForward:
 
 def with_whole_head(head: Any, compute: Callable[[], TokenLogprobs]) -> TokenLogprobs:
     """FSDP puts the head's weights together when the head is called: ``compute``, which reads them itself, runs in its place."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return compute()
+    from torch.distributed.fsdp import FSDPModule  # a heavy import, for runs of several processes
+
     return run_as_forward(head, head, compute) if isinstance(head, FSDPModule) else compute()  # type: ignore[no-any-return]
 
 

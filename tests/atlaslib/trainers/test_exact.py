@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from metric_lines import read_metrics
 
 from atlaslib.errors import ConfigError
 from atlaslib.models.zoo import tiny_causal_lm
 from atlaslib.trainers import GRPOTrainer
 from atroposlib.testing.api import serve_api
-
-
-def read_metrics(folder: str) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral_window", "gemma2"])

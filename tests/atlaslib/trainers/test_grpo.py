@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from metric_lines import read_metrics
 
 from atlaslib.errors import ConfigError
 from atlaslib.generation.replica import whole_copy
 from atlaslib.trainers import GRPOConfig, GRPOTrainer
 from atroposlib.errors import RewardComputationError
-
-
-def read_metrics(folder: str) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
 def rise(metrics: list[dict[str, float]]) -> float:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-from pathlib import Path
 from typing import Any
 
 import pytest
+from metric_lines import read_metrics
 from transformers import TrainerCallback
 
 from atlaslib.generation.replica import whole_copy
 from atlaslib.trainers import GRPOTrainer
 from atroposlib.testing.api import serve_api
-
-
-def read_metrics(folder: str) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
 class StopAtEnd(TrainerCallback):
