@@ -67,6 +67,21 @@ class RewardTable:
     """function name -> samples it failed on"""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Failure:
+    """A function that has given no reward so far; processes exchange it, so the error is text."""
+
+    prompts: frozenset[str]
+    """it failed on all completions of these"""
+    error: str
+    """the first"""
+    wrong_length: bool
+
+
+Record = tuple[set[str], dict[str, Failure]]
+"""functions that gave an answer at least once; those that had given none when they failed"""
+
+
 class RewardSet:
     """The reward functions of a run, their names and weights."""
 
@@ -101,8 +116,10 @@ class RewardSet:
             raise ConfigError(
                 f"reward_weights has {len(self.weights)} entries for {len(functions)} reward functions ({', '.join(self.names)}); give one weight per function"
             )
-        self._worked: set[str] = set()  # functions that gave an answer at least once
-        self._broken: dict[str, tuple[set[str], Exception]] = {}  # function -> prompts it failed on, its first error
+        self._worked: set[str] = set()
+        self._failures: dict[str, Failure] = {}
+        self._causes: dict[str, Exception] = {}
+        self._all_worked = len(functions) == 0
         self._shown: set[str] = set()
 
     def __len__(self) -> int:
@@ -136,18 +153,27 @@ class RewardSet:
             failures={name: len(bad) for name, bad in zip(self.names, failed, strict=True)},
         )
 
-    def raise_if_broken(self, *, min_prompts: int = 1) -> None:
+    def raise_if_broken(self, *, min_prompts: int = 1, gather: Callable[[list[Record]], list[Record]] = list) -> None:
         """A function that failed on every sample of ``min_prompts`` prompts or more, and never gave a reward, is a mistake.
 
-        So is, whatever the prompts, one that never returned as many values as there were completions.
+        So is, whatever the prompts, one that never returned as many values as there were completions. Of several processes all
+        call this together and ``gather`` chains their lists: what worked in one is no mistake, and all come to the same end.
         """
-        for name, (prompts, error) in self._broken.items():
-            enough = len(prompts) >= min_prompts or isinstance(error, WrongLengthError)
-            if enough and name not in self._worked:
+        if self._all_worked:
+            return
+        records = gather([(set(self._worked), dict(self._failures))])
+        worked = set().union(*(names for names, _ in records))
+        self._worked |= worked
+        self._all_worked = worked.issuperset(self.names)
+        for name in self.names:
+            failures = [failed[name] for _, failed in records if name in failed]
+            prompts = frozenset().union(*(failure.prompts for failure in failures))
+            enough = len(prompts) >= min_prompts or any(failure.wrong_length for failure in failures)
+            if failures and enough and name not in worked:
                 raise RewardComputationError(
                     f"the reward {name!r} failed on every completion so far, of {len(prompts)} prompts "
-                    f"({type(error).__name__}: {error}); correct it, or the columns it is given"
-                ) from error
+                    f"({failures[0].error}); correct it, or the columns it is given"
+                ) from self._causes.get(name)
 
     def _after_failure(
         self, function: Callable[..., Any], name: str, error: Exception, inputs: RewardInputs, extra: dict[str, Any]
@@ -177,8 +203,13 @@ class RewardSet:
         if len(bad) < len(inputs):
             self._worked.add(name)
         elif name not in self._worked and isinstance(answer, Exception):
-            prompts, _ = self._broken.setdefault(name, (set(), answer))
-            prompts.update(str(prompt) for prompt in inputs.prompts)
+            error = self._causes.setdefault(name, answer)
+            before = self._failures[name].prompts if name in self._failures else frozenset()
+            self._failures[name] = Failure(
+                prompts=before | {str(prompt) for prompt in inputs.prompts},
+                error=f"{type(error).__name__}: {error}",
+                wrong_length=isinstance(error, WrongLengthError),
+            )
 
     def _total(self, row: list[float]) -> float:
         """Weighted sum of the functions that apply; NaN when none does."""

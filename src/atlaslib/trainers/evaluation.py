@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from atlaslib.data.prompts import as_rows, derive_seed
 from atlaslib.errors import ConfigError
-from atlaslib.trainers import run_state
 from atlaslib.trainers.batch_sizes import share
 from atlaslib.trainers.rollouts import Rollout
 from atlaslib.trainers.step_metrics import StepMetrics
@@ -56,7 +55,7 @@ def _rollouts(trainer: GRPOTrainer, rows: Sequence[dict[str, Any]]) -> list[Roll
         num_generations=trainer.config.num_generations_eval,
     )
     trainer.score(local)
-    return run_state.gather_lists(trainer.accelerator, local)
+    return trainer.gather_rollouts(local)
 
 
 def summarise(made: Sequence[Rollout]) -> dict[str, float]:

@@ -263,7 +263,7 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
             if self.service is not None:
                 stack.callback(self.service.close)
             result = super().train(resume_from_checkpoint=checkpoint, **kwargs)
-        self.rewards.raise_if_broken()
+        self._check_rewards(min_prompts=1)
         return result
 
     # ------------------------------------------------------------------ rollouts, in process
@@ -316,7 +316,16 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
         rollouts.apply_rewards(made, table)
         for name, count in table.failures.items():
             self.metrics.count(f"rewards/{name}_failed", count)
-        self.rewards.raise_if_broken(min_prompts=2)  # one prompt may be the data's fault; the end of the run asks again
+
+    def gather_rollouts(self, local: list[Rollout]) -> list[Rollout]:
+        """The rollouts of all processes on each of them; a reward that has failed on everything so far ends the run."""
+        self._check_rewards(min_prompts=2)  # one prompt may be the data's fault; the end of the run asks again
+        return run_state.gather_lists(self.accelerator, local)
+
+    def _check_rewards(self, *, min_prompts: int) -> None:
+        self.rewards.raise_if_broken(
+            min_prompts=min_prompts, gather=lambda records: run_state.gather_lists(self.accelerator, records)
+        )
 
     def annotate(self, samples: list[TrainingSample], made: Sequence[Rollout]) -> list[TrainingSample]:
         """A last look at the samples of a batch before they are laid out; for subclasses."""

@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from atlaslib.data.prompts import derive_seed
-from atlaslib.trainers import run_state
 from atlaslib.trainers.batch_sizes import share
 from atlaslib.trainers.rollouts import Rollout, drop_equal_groups, drop_stale
 
@@ -114,7 +113,7 @@ class RolloutPipeline:
         trainer = self._trainer
         fresh = drop_stale(local, version=trainer.policy_version, bound=trainer.config.staleness_bound)
         trainer.metrics.count("rollout/num_refused_stale", len(local) - len(fresh))
-        return run_state.gather_lists(trainer.accelerator, fresh)
+        return trainer.gather_rollouts(fresh)
 
 
 def _group_ids(made: list[Rollout]) -> list[str]:

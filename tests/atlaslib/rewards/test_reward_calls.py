@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import pickle
 import time
 from typing import Any
 
@@ -177,6 +178,28 @@ def test_a_function_that_worked_once_may_fail_later() -> None:
     is_down = True
     assert rewards.score(make_inputs()).failures == {"judge": 3}
     rewards.raise_if_broken()
+
+
+def test_processes_judge_together() -> None:
+    def some(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        raise KeyError("answer")
+
+    unlucky, lucky, idle = RewardSet([some]), RewardSet([some]), RewardSet([some])
+    unlucky.score(make_inputs(2))
+    everybody = [unlucky, lucky, idle]
+
+    def gather(own: list[Any]) -> list[Any]:
+        assert len(own) == 1
+        return [pickle.loads(pickle.dumps((set(r._worked), dict(r._failures)))) for r in everybody]
+
+    for rewards in everybody:  # also one that never scored: none may go on alone
+        with pytest.raises(RewardComputationError, match=r"'some' failed .* of 2 prompts \(KeyError: 'answer'\)"):
+            rewards.raise_if_broken(min_prompts=2, gather=gather)
+    lucky.functions = [length]
+    lucky.score(make_inputs(2))
+    for rewards in everybody:
+        rewards.raise_if_broken(gather=gather)
+    unlucky.raise_if_broken(gather=lambda _: pytest.fail("all functions have worked: nothing to exchange"))
 
 
 def test_the_traceback_is_shown_once(caplog: pytest.LogCaptureFixture) -> None:
