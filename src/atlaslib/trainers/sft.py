@@ -10,7 +10,8 @@ from atlaslib.data.packing import build_microbatch
 from atlaslib.errors import ConfigError
 from atlaslib.generation.protocol import SamplingSettings
 from atlaslib.generation.transformers_sampler import evaluation_mode
-from atlaslib.trainers.batch_sizes import BatchSizes
+from atlaslib.trainers import run_state
+from atlaslib.trainers.batch_sizes import BatchSizes, blank_sample, share
 from atlaslib.trainers.grpo import GRPOTrainer
 from atlaslib.trainers.rollouts import Rollout
 from atlaslib.types import Microbatch, TrainingSample
@@ -69,15 +70,18 @@ class SFTTrainer(GRPOTrainer):
         """``loss``: mean negative log-prob per completion token of the held-out rows, its perplexity, and minus it as the reward."""
         import torch
 
-        total, count = 0.0, 0
+        size, world = self.config.per_device_eval_batch_size, self.accelerator.num_processes
+        mine = [given_sample(rollout) for rollout in share(made, self.accelerator.process_index, world)]
+        sums = {"total": 0.0, "count": 0.0}
         with evaluation_mode(self.model), torch.no_grad():
-            for start in range(0, len(made), self.config.per_device_eval_batch_size):
-                part = [
-                    given_sample(rollout) for rollout in made[start : start + self.config.per_device_eval_batch_size]
-                ]
+            # as many passes as the largest share needs, on every process: the model may be sharded
+            for start in range(0, -(-len(made) // world), size):
+                part = mine[start : start + size] or [blank_sample(self.processing_class.pad_token_id)]
                 logprobs = self.update.forward_logprobs(self.model, plain_microbatch(part, self)).logprobs[:, 0]
-                total, count = total - float(logprobs.sum()), count + logprobs.shape[0]
-        loss = total / max(count, 1)
+                sums["total"] -= float(logprobs.sum())
+                sums["count"] += logprobs.shape[0]
+        sums = run_state.sum_over_processes(self.accelerator, sums)
+        loss = sums["total"] / max(sums["count"], 1)
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "reward": -loss}
 
     def _given(self, row: dict[str, Any], group_id: str) -> Rollout:
