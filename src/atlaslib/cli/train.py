@@ -9,6 +9,7 @@ import importlib
 import inspect
 import json
 import logging
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -47,8 +48,9 @@ def main(argv: list[str]) -> int:
     if any(word in {"-h", "--help", "help"} for word in argv):
         print(help_text())
         return 0
-    # What the trainer waits for, and where its model is, are messages of this level.
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # What the trainer waits for, and where its model is, are messages of this level; of several processes the first says them.
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = parse(argv)
     run = {key: settings.pop(key) for key in list(settings) if key in RUN_KEYS}
     return train(settings, run)
@@ -190,9 +192,8 @@ def train(settings: dict[str, Any], run: dict[str, Any]) -> int:
     if str(target).lower() not in {"none", "false"}:
         trainer.save_model(target)
         logger.info("%d steps done; the model is in %s", trainer.state.global_step, target)
-    if (
-        trainer.accelerator.num_processes > 1
-    ):  # together: one that aborts while it ends would take down one that still writes
+    if trainer.accelerator.num_processes > 1:
+        # together: one that aborts while it ends would take down one that still writes
         trainer.accelerator.wait_for_everyone()
         trainer.accelerator.end_training()
     return 0
@@ -308,4 +309,6 @@ def _parsed(text: str, where: str) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    from atroposlib.cli.main import main as atropos
+
+    sys.exit(atropos(["train", *sys.argv[1:]]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -145,14 +146,23 @@ def test_help_is_quick_and_does_without_torch() -> None:
     assert time.process_time() - started < 1.0
 
 
-def test_what_the_trainer_waits_for_is_shown() -> None:
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_what_the_trainer_waits_for_is_shown_by_the_first_process(rank: str) -> None:
     code = (
         "import logging; from atlaslib.cli import train\n"
         "train.train = lambda *_: logging.getLogger('atlaslib.data.rollout_source').info('waiting 15 s for a batch') or 0\n"
         "train.main(['max_steps=1'])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "INFO atlaslib.data.rollout_source: waiting 15 s for a batch" in result.stderr
+    environment = {**os.environ, "RANK": rank}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ("INFO atlaslib.data.rollout_source: waiting 15 s for a batch" in result.stderr) == (rank == "0")
+
+
+def test_as_a_module_for_launchers_a_mistake_is_one_line() -> None:
+    command = [sys.executable, "-m", "atlaslib.cli.train", "max_stepss=1"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "atropos train: unknown parameter 'max_stepss'; did you mean 'max_steps'?\n"
 
 
 def test_a_run_from_the_command_line(
