@@ -142,7 +142,7 @@ class ProcessRunner:
         env.curr_step += 1
 
     def _gives_up(self) -> bool:
-        limit = max(MIN_FRUITLESS, 5 * self.env.max_num_workers)
+        limit = max(MIN_FRUITLESS, 5 * min(self.env.max_num_workers, self.env.n_groups_to_process))
         return self.fruitless >= limit or self.empty >= EMPTY_PATIENCE * limit
 
     def _write_page(self) -> None:

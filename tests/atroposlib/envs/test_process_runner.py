@@ -96,6 +96,17 @@ async def test_nothing_but_failures_gives_up_and_says_why(tiny_tokenizer_dir: Pa
     assert 20 <= env.statistics.failures.by_place["collect_trajectories"] < 30
 
 
+async def test_the_patience_counts_the_workers_that_run_not_those_allowed(tiny_tokenizer_dir: Path, tmp_path: Path):
+    class TooSmall(NumbersEnv):
+        async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+            group, backlog = await super().collect_trajectories(item)
+            return {key: value[:1] if isinstance(value, list) else value for key, value in group.items()}, backlog
+
+    env = prepare(tiny_tokenizer_dir, tmp_path / "g.jsonl", TooSmall, groups=2, max_num_workers=6144)
+    with pytest.raises(AtroposError, match=r"0 of 2 groups made \(wrong_size: 2[01]\)"):
+        await asyncio.wait_for(env.process_manager(), 20)
+
+
 async def test_a_rollout_that_is_cancelled_from_inside_is_a_failure_of_its_item(
     tiny_tokenizer_dir: Path, tmp_path: Path
 ):
