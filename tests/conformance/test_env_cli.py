@@ -177,9 +177,20 @@ def test_wrong_yaml_is_refused_with_a_hint(tmp_path: Path, content: Any, message
     assert message in str(caught.value)
 
 
-def test_a_key_of_old_files_without_effect_is_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    settings("--config", write(tmp_path / "c.yaml", {"openai": {"weight": 1.0, "timeout": 5}}))
-    assert "weight" in caplog.text
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ({"openai": {"weight": 1.0, "timeout": 5}}, "openai.weight"),
+        ({"env": {"start_tok_length": 4096, "group_size": 2}}, "env.start_tok_length"),
+        ({"tinker": {"lora_rank": 32}, "env": {"group_size": 2}}, "tinker"),
+    ],
+)
+def test_a_key_of_published_files_without_effect_is_only_a_warning(
+    content: Any, key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    resolved = settings("--config", write(tmp_path / "c.yaml", content))
+    assert f"'{key}' of the YAML file has no effect here" in caplog.text
+    assert resolved.env_config.group_size == content.get("env", {}).get("group_size", settings().env_config.group_size)
 
 
 def test_process_and_evaluate_change_some_defaults():

@@ -12,7 +12,7 @@ import inspect
 import logging
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -38,8 +38,9 @@ COMMANDS = {
     "process": "make a number of groups and write them to a file, with a page to read them",
     "evaluate": "evaluate once and write metrics and samples",
 }
+LEGACY_KEYS = {"": frozenset({"tinker"}), ENV_NAMESPACE: frozenset({"start_tok_length"})}
 LEGACY_SERVER_KEYS = frozenset({"weight"})
-"""Keys of old YAML files that never had an effect: ignored with a warning."""
+"""Keys of published YAML files without effect here (``tinker``: another trainer's section): ignored with a warning."""
 LOCAL_HOSTS = ("localhost", "0.0.0.0", "127.0.0.1")
 
 
@@ -101,18 +102,24 @@ def check_yaml(yaml_config: dict[str, Any], env_cls: type[BaseEnv], env_config: 
         OPENAI_NAMESPACE: APIServerConfig,
         **env_cls.cli_namespaces,
     }
-    cli.check_keys(yaml_config, [*sections, *ServerManagerConfig.model_fields], "key in the YAML file")
+    top = [*sections, *ServerManagerConfig.model_fields]
+    cli.check_keys(_without_legacy(yaml_config, "", top), top, "key in the YAML file")
     for section, model in sections.items():
         content = yaml_config.get(section)
         for entry in content if isinstance(content, list) else [content or {}]:
             if not isinstance(entry, Mapping):
                 raise ConfigError(f"section '{section}:' of the YAML file must hold a mapping, not {entry!r}")
-            keys = set(entry)
-            legacy = keys & LEGACY_SERVER_KEYS - set(model.model_fields)
-            if section != ENV_NAMESPACE and legacy:
-                logger.warning("%s under '%s:' has no effect and is ignored", ", ".join(sorted(legacy)), section)
-                keys -= legacy
+            keys = _without_legacy(entry, section, model.model_fields)
             cli.check_keys(keys, model.model_fields, f"key under '{section}:' in the YAML file,")
+
+
+def _without_legacy(keys: Iterable[str], section: str, known: Iterable[str]) -> set[str]:
+    """The keys of a section that should be known; those of published files that have no effect are named and dropped."""
+    legacy = set(keys) & LEGACY_KEYS.get(section, LEGACY_SERVER_KEYS) - set(known)
+    for key in sorted(legacy):
+        place = f"{section}.{key}" if section else key
+        logger.warning("'%s' of the YAML file has no effect here and is ignored", place)
+    return set(keys) - legacy
 
 
 # ---------------------------------------------------------------------- resolving
@@ -153,7 +160,7 @@ def resolve(
         manager_config = ServerManagerConfig(
             **{k: v for k, v in manager.items() if k in ServerManagerConfig.model_fields}
         )
-        servers = resolve_openai_configs(server_defaults, {}, _without_legacy(yaml_config), flags, logger)
+        servers = resolve_openai_configs(server_defaults, {}, _without_empty_servers(yaml_config), flags, logger)
     except ValidationError as error:
         raise ConfigError(cli.validation_message(error)) from error
     check_values(command, config, servers)
@@ -185,7 +192,7 @@ def check_values(command: str, config: BaseEnvConfig, servers: Any) -> None:
             cli.check_url(url, "openai.base_url")
 
 
-def _without_legacy(yaml_config: dict[str, Any]) -> dict[str, Any]:
+def _without_empty_servers(yaml_config: dict[str, Any]) -> dict[str, Any]:
     """The YAML content with an empty ``openai:`` section left out."""
     return {key: value for key, value in yaml_config.items() if not (key == OPENAI_NAMESPACE and not value)}
 
