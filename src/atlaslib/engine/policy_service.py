@@ -35,6 +35,7 @@ class ServerMetrics:
     generated_tokens: int = 0
     aborted: int = 0
     num_open: int = 0  # samples asked for and not yet answered
+    body_bytes: int = 0  # of the bodies of requests that are being read or answered
 
 
 class PolicyService:
@@ -309,6 +310,7 @@ def prometheus(service: PolicyService) -> str:
     values = {
         "policy_version": service.engine.version,
         "open_samples": metrics.num_open,
+        "open_body_bytes": metrics.body_bytes,
         "prompt_tokens_total": metrics.prompt_tokens,
         "generated_tokens_total": metrics.generated_tokens,
         "aborted_total": metrics.aborted,

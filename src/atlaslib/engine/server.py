@@ -18,7 +18,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,10 +33,10 @@ from atlaslib.engine import openai_protocol as wire
 from atlaslib.engine.config import MIN_TEMPERATURE
 from atlaslib.engine.engine_thread import EngineThread
 from atlaslib.engine.openai_protocol import LogprobsMode, ParsedRequest, RequestError
-from atlaslib.engine.policy_service import PolicyService, prometheus
+from atlaslib.engine.policy_service import PolicyService, ServerMetrics, prometheus
 from atlaslib.engine.sequence import Completion
 from atlaslib.errors import AtroposError, ConfigError, EngineStoppedError, nearest_name
-from atroposlib.access import TokenGate, check_bind
+from atroposlib.access import Receive, Scope, Send, TokenGate, check_bind
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def create_app(
     """The HTTP face of a running engine.
 
     ``max_open`` bounds the samples waiting or running; beyond it a request gets 429, and one of more bytes than
-    ``max_body_bytes`` gets 413.
+    ``max_body_bytes`` gets 413. The bodies of all open requests together may have twice as many; beyond that, 429.
     """
     service = PolicyService(
         engine_thread,
@@ -74,14 +74,11 @@ def create_app(
     app = FastAPI(title="Policy server", version="1")
     app.state.service, app.state.max_body_bytes = service, max_body_bytes
     app.add_middleware(TokenGate, token=token, open_paths=("/health",))
+    app.add_middleware(Bookkeeper, metrics=service.metrics)
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(AtroposError, _failed)
     app.add_exception_handler(HTTPException, _no_such_route)
     app.add_exception_handler(Exception, _crashed)
-
-    @app.middleware("http")
-    async def count(request: Request, call_next: Any) -> Response:
-        return await _counted(service, request, call_next)
 
     async def answer(
         request: Request,
@@ -213,22 +210,41 @@ def serve_in_thread(
     return ServerHandle(f"http://{host}:{bound}", server, thread)
 
 
-async def _counted(service: PolicyService, request: Request, call_next: Any) -> Response:
-    """Paths that are no route of ours count as one, and a request that raises counts as 500."""
-    path, status = request.url.path, 500
-    route = path if path in request.app.state.methods else "other"
-    try:
-        response: Response = await call_next(request)
-        status = response.status_code
-        return response
-    finally:
-        service.metrics.requests[route, status] += 1
+class Bookkeeper:
+    """ASGI middleware: counts requests by route and status, and gives back what an ended request's body took.
+
+    Paths that are no route of ours count as one, and a request that raises counts as 500.
+    """
+
+    def __init__(self, app: Any, *, metrics: ServerMetrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        route = scope["path"] if scope["path"] in scope["app"].state.methods else "other"
+        statuses: list[int] = []
+        scope["body_bytes"] = 0
+
+        async def noted(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+                self.metrics.requests[route, message["status"]] += 1
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        finally:
+            self.metrics.body_bytes -= scope["body_bytes"]
+            if not statuses:
+                self.metrics.requests[route, 500] += 1
 
 
 async def _parsed(request: Request, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
     """The body, read by `parse`: a large one in a thread, since tokenizing it would hold up every other reply."""
     try:
-        raw = await _body(request, request.app.state.max_body_bytes)
+        raw = await _body(request, request.app.state.max_body_bytes, request.app.state.service.metrics)
     except ClientDisconnect as error:
         raise RequestError("the client went away", status=499) from error
     if len(raw) < LARGE_BODY:
@@ -236,22 +252,31 @@ async def _parsed(request: Request, parse: Callable[[dict[str, Any]], Parsed]) -
     return await asyncio.to_thread(lambda: parse(_json_object(raw)))
 
 
-async def _body(request: Request, limit: int) -> bytearray:
-    """No more of it is held than `limit`; what follows a refusal is dropped as it comes."""
+async def _body(request: Request, limit: int, metrics: ServerMetrics) -> bytearray:
+    """No more of it is held than `limit`, and of all bodies no more than twice that; what follows a refusal is dropped."""
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise _too_large(int(declared), limit)
-    raw = bytearray()
+    raw, size = bytearray(), int(declared) if declared.isdecimal() else 0
+    _check_size(size, size, limit, metrics)
     async for part in request.stream():
+        _check_size(len(raw) + len(part), len(part), limit, metrics)
         raw += part
-        if len(raw) > limit:
-            raise _too_large(len(raw), limit)
+        request.scope["body_bytes"] += len(part)
+        metrics.body_bytes += len(part)
     return raw
 
 
-def _too_large(size: int, limit: int) -> RequestError:
-    message = f"the body has {size} bytes or more and the limit is {limit}; ask in smaller parts"
-    return RequestError(message, status=413)
+def _check_size(size: int, new: int, limit: int, metrics: ServerMetrics) -> None:
+    """Refuse a body of `size` bytes that is too large, and one whose `new` bytes have no room beside the other bodies."""
+    if size > limit:
+        raise RequestError(
+            f"the body has {size} bytes or more and the limit is {limit}; ask in smaller parts", status=413
+        )
+    if metrics.body_bytes + new > 2 * limit:
+        raise RequestError(
+            f"the bodies of open requests have {metrics.body_bytes} bytes and {new} more would pass the limit of {2 * limit}; "
+            "try again shortly",
+            status=429,
+        )
 
 
 def _json_object(raw: bytearray) -> dict[str, Any]:

@@ -486,6 +486,48 @@ def test_a_body_that_says_it_is_too_large_is_not_waited_for(http: httpx.Client) 
     assert f"the body has 10000000000 bytes or more and the limit is {MAX_BODY};" in reply
 
 
+def test_all_bodies_together_are_bounded(served: tuple[EngineThread, Any, ServerHandle]) -> None:
+    loop, tokenizer, _ = served
+    handle = serve_in_thread(loop, tokenizer, max_body_bytes=1000)
+    host, port = handle.url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "a", "max_tokens": 1})
+
+    def begin() -> socket.socket:
+        """A request that never sends the last one of its 900 bytes."""
+        raw = socket.create_connection((host, int(port)), timeout=30)
+        raw.sendall(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 900\r\n\r\n" + b" " * 899)
+        return raw
+
+    def wait_until_held(size: int) -> None:
+        deadline = time.monotonic() + 30
+        while f"atropos_engine_open_body_bytes {size}\n" not in http.get("/metrics").text:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    try:
+        with httpx.Client(base_url=handle.url, timeout=30) as http, begin() as first:
+            with begin():
+                wait_until_held(2 * 899)
+                for content in (body.ljust(203), iter([body.ljust(203).encode()])):  # with and without a length
+                    over = http.post("/generate", content=content)
+                    assert (over.status_code, over.headers["retry-after"]) == (429, "1")
+                    assert over.json()["error"]["type"] == "rate_limit_error"
+                    assert (
+                        "have 1798 bytes and 203 more would pass the limit of 2000" in over.json()["error"]["message"]
+                    )
+                assert http.post("/generate", content=body.ljust(202)).status_code == 200
+            wait_until_held(899)  # a client that left gives its share back
+            assert http.post("/generate", content=body.ljust(1000)).status_code == 200
+            stream = {"prompt": "a", "max_tokens": 9, "stream": True}
+            with loop.engine.exclusive(), http.stream("POST", "/v1/completions", json=stream) as reply:
+                wait_until_held(899 + int(reply.request.headers["content-length"]))  # until the stream has ended
+            first.sendall(b" ")
+            assert first.recv(100).startswith(b"HTTP/1.1 400 ")
+            wait_until_held(0)
+    finally:
+        handle.stop()
+
+
 def test_a_stopped_engine_is_503_not_the_clients_fault() -> None:
     tokenizer = build_tiny_tokenizer()
     loop = EngineThread(Engine(tiny_llama(), tokenizer, EngineConfig(max_model_len=64))).start()
