@@ -89,13 +89,13 @@ class Outputs:
         )
         if seq.slot >= 0:
             self.stream(seq, count, ending)
-        completion.text = self._final_text(seq, completion.token_ids, ending)
+        completion.text = self._final_text(seq, count, ending)
         request.completions[seq.index] = completion
         if len(request.completions) == request.params.n:
             with suppress(InvalidStateError):  # cancelled in the meantime
                 request.future.set_result([request.completions[index] for index in range(request.params.n)])
 
-    def _final_text(self, seq: Sequence, token_ids: list[int], ending: Ending) -> str | None:
+    def _final_text(self, seq: Sequence, count: int, ending: Ending) -> str | None:
         if self.tokenizer is None:
             return None
         stream = self._texts.pop(seq, None)
@@ -103,7 +103,8 @@ class Outputs:
             stream.take(final=True)
             return stream.text
         if isinstance(ending.stop, int) and not seq.params.include_stop_str_in_output:
-            token_ids = token_ids[:-1]
+            count -= 1
+        token_ids = self.table.out[0][seq.slot, :count]  # an array is decoded in 2/3 of the time of a list
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=seq.params.skip_special_tokens))
 
 
