@@ -80,9 +80,10 @@ class ProcessRunner:
         env = self.env
         while len(env.workers) < min(limit, env.n_groups_to_process - self.written) and not self._gives_up():
             item = await self._next_item()
-            if item is None:
+            if item is not None:
+                env.workers.add(asyncio.create_task(self._make_group(item)))
+            elif self.no_more_items or env.workers:  # the end, or a failure: tried again when a worker is done
                 return
-            env.workers.add(asyncio.create_task(self._make_group(item)))
 
     async def _next_item(self) -> Any:
         env = self.env

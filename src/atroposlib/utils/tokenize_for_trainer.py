@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 
 UNMASKED_ROLES = ["assistant", "agent"]
 IGNORED = -100
+_said_not_append_only = False
 
 
 def tokenize_for_trainer(
@@ -107,11 +108,15 @@ def _agreement(prefix: list[int], tokens: list[int]) -> int:
     shared = next(
         (i for i, (a, b) in enumerate(zip(prefix, tokens, strict=False)) if a != b), min(len(prefix), len(tokens))
     )
-    logger.warning(
-        "the chat template is not append-only here: %d of %d prompt tokens agree; the rest counts as the answer",
+    global _said_not_append_only
+    logger.log(
+        logging.DEBUG if _said_not_append_only else logging.WARNING,
+        "the chat template is not append-only here: %d of %d prompt tokens agree; the rest counts as the answer"
+        " (shown once)",
         shared,
         len(prefix),
     )
+    _said_not_append_only = True
     return shared
 
 

@@ -96,6 +96,22 @@ async def test_nothing_but_failures_gives_up_and_says_why(tiny_tokenizer_dir: Pa
     assert 20 <= env.statistics.failures.by_place["collect_trajectories"] < 30
 
 
+async def test_an_item_that_cannot_be_made_costs_itself_even_when_it_is_the_first(
+    tiny_tokenizer_dir: Path, tmp_path: Path
+):
+    class Flaky(NumbersEnv):
+        async def get_next_item(self) -> Any:
+            item = await super().get_next_item()
+            if item == 0:
+                raise ValueError("no such row")
+            return item
+
+    env = prepare(tiny_tokenizer_dir, tmp_path / "g.jsonl", Flaky, groups=2, max_num_workers=1)
+    await env.process_manager()
+    assert len((tmp_path / "g.jsonl").read_text().splitlines()) == 2
+    assert dict(env.statistics.failures.by_place) == {"get_next_item": 1}
+
+
 async def test_the_patience_counts_the_workers_that_run_not_those_allowed(tiny_tokenizer_dir: Path, tmp_path: Path):
     class TooSmall(NumbersEnv):
         async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from atroposlib.utils import tokenize_for_trainer as tokenize_module
 from atroposlib.utils.tokenize_for_trainer import plain_ids, tokenize_for_trainer, tokenize_for_trainer_dpo
 
 CHAT = [
@@ -69,18 +70,20 @@ def test_length_drops_the_end_token_nobody_sampled() -> None:
     }
 
 
-def test_a_template_that_rewrites_the_past_trains_only_the_model(
-    tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
+def test_a_template_that_rewrites_the_past_trains_only_the_model_and_is_named_once(
+    tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tokenize_module, "_said_not_append_only", False)
     tiny_tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}"
         "{% if add_generation_prompt %}assistant:<think>{% endif %}"
     )
-    result = tokenize_for_trainer(
-        tiny_tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    )
-    assert trained_text(tiny_tokenizer, result) == "b;"
-    assert "not append-only" in caplog.text
+    for _ in range(2):
+        result = tokenize_for_trainer(
+            tiny_tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        )
+        assert trained_text(tiny_tokenizer, result) == "b;"
+    assert caplog.text.count("not append-only") == 1
 
 
 @pytest.mark.parametrize("ids", [[1, 2], (1, 2), [[1, 2]], np.array([1, 2]), np.array([[1, 2]]), {"input_ids": [1, 2]}])
