@@ -62,9 +62,7 @@ def test_both_names_are_one_class_and_stay_mutable() -> None:
     assert not hasattr(config, "weight")
 
 
-@pytest.mark.parametrize(
-    "name", ["timeout", "num_max_requests_at_once", "num_requests_for_eval", "rolling_buffer_length"]
-)
+@pytest.mark.parametrize("name", ["timeout", "num_max_requests_at_once", "rolling_buffer_length"])
 def test_limits_must_be_positive(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         ServerBaseline(**{name: 0})
@@ -117,10 +115,12 @@ async def test_timeout(harness: HarnessServer, monkeypatch: pytest.MonkeyPatch) 
     await manager.aclose()
 
 
-@pytest.mark.parametrize(("split", "limit"), [("train", 5), ("eval", 3)])
-async def test_requests_in_flight(harness: HarnessServer, split: str, limit: int) -> None:
+@pytest.mark.parametrize(
+    ("split", "eval_limit", "limit"), [("train", 3, 5), ("eval", 3, 3), ("eval", 0, 1), ("train", 0, 5)]
+)
+async def test_requests_in_flight(harness: HarnessServer, split: str, eval_limit: int, limit: int) -> None:
     harness.latency_s = 0.06
-    manager = _manager(harness, num_max_requests_at_once=5, num_requests_for_eval=3)
+    manager = _manager(harness, num_max_requests_at_once=5, num_requests_for_eval=eval_limit)
     await asyncio.gather(*(manager.chat_completion(messages=MESSAGES, n=4, split=split) for _ in range(15)))
     assert harness.max_in_flight == limit
     await manager.aclose()

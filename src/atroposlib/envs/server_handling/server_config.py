@@ -32,7 +32,9 @@ class ServerBaseline(BaseModel):
         gt=0,
         description="Training requests in flight to this server at most; a request with n completions is one, so divide by n.",
     )
-    num_requests_for_eval: int = Field(default=64, gt=0, description="Evaluation requests in flight at most.")
+    num_requests_for_eval: int = Field(
+        default=64, ge=0, description="Evaluation requests in flight at most; 0 counts as 1."
+    )
     model_name: str = Field(default="default", description="Sent as `model`.")
     rolling_buffer_length: int = Field(default=1000, gt=0, description="How many timings the server metrics keep.")
     server_type: ServerType = Field(default="openai", description="Which protocol the server speaks.")
