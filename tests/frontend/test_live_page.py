@@ -177,6 +177,33 @@ def test_a_page_without_groups_says_what_it_waits_for(browser: Browser, log: Run
     browser.wait("return document.querySelector('#waiting').hidden")
 
 
+def test_the_panels_take_the_metrics_they_are_about(browser: Browser, log: RunLog, live: str) -> None:
+    add_step(log, 1)
+    log.reported("env:sums", 1, time.time(), {"eval/return": 3.0, "eval/num_rollouts": 16.0, "eval/mean_length": 300.0})
+    log.reported("groups:sums", 1, time.time(), {"reward/length": 0.5})
+    log.reported(
+        "trainer",
+        1,
+        time.time(),
+        {"completion_length": 7.0, "rewards/length": 0.5, "eval_reward": 0.25, "eval_runtime": 9.0},
+    )
+    log.flush()
+    browser.open(live + "/live")
+    legends = (
+        "return Object.fromEntries([...document.querySelectorAll('#charts .chart')].filter((box) => !box.hidden)"
+        ".map((box) => [box.dataset.title, box.querySelector('.legend').innerText]))"
+    )
+    browser.wait(
+        "return [...document.querySelectorAll('#charts .chart')].some((box) => !box.hidden && box.dataset.title === 'Completion length')"
+    )
+    shown = browser.run(legends)
+    assert "env:sums eval/return 3" in shown["Held-out evaluation"]  # whatever the environment calls it
+    assert "trainer eval_reward 0.250" in shown["Held-out evaluation"]
+    assert not any(name in shown["Held-out evaluation"] for name in ("num_rollouts", "mean_length", "runtime"))
+    assert shown["Completion length"].split("\n") == ["trainer completion_length 7"]
+    assert "reward/length" in shown["Reward components"]
+
+
 def test_the_reader_filters_and_shows_where_a_group_went(browser: Browser, log: RunLog, live: str) -> None:
     for step in range(1, 6):
         add_step(log, step)

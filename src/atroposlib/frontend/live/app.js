@@ -13,7 +13,7 @@ const CHARTS = [
   { title: "Reward components", name: /^reward\/.+|^reward_functions?\/.+/, source: /^groups:|^trainer/, smooth: 0.97, label: "both" },
   { title: "Reward of the trained batches", name: /^reward$/, source: /^trainer/, label: "name", smooth: 0.5 },
   { title: "Teaching", name: /accuracy|improvement_rate|degradation_rate/, source: /^trainer/, label: "name", smooth: 0.7 },
-  { title: "Held-out evaluation", name: /^eval[/_].*(reward|accuracy|score|exact|percent_correct|correct)/, label: "both" },
+  { title: "Held-out evaluation", name: /^eval\/(?!num_|.*(length|tokens|_s$))|^eval_.*(reward|accuracy|score|exact|correct)/, label: "both" },
   { title: "Tokens per second", name: /tokens_per_s$/, smooth: 0.8, label: "both", zero: true },
   { title: "Queue (groups waiting)", name: /^queue\/groups$/, zero: true, label: "name" },
   { title: "Staleness (policy versions)", name: /staleness/, zero: true, label: "name", smooth: 0.7 },
@@ -22,7 +22,7 @@ const CHARTS = [
   { title: "KL and mismatch", name: /(^|[/_])kl($|[/_])|mismatch/, label: "name", smooth: 0.7 },
   { title: "Loss and gradient norm", name: /(^|\/)(loss|grad_norm)$/, label: "name", smooth: 0.7 },
   { title: "Clip ratio", name: /clip/, label: "name", smooth: 0.7 },
-  { title: "Completion length", name: /length|completion_tokens/, label: "both", smooth: 0.7 },
+  { title: "Completion length", name: /^(?!rewards?\/|eval[/_]).*(length|completion_tokens)/, label: "both", smooth: 0.7 },
 ];
 
 async function ask(path) {
