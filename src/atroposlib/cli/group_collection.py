@@ -6,6 +6,7 @@ The output file is opened before the rollout server is touched, so a wrong path 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.utils.tokenizers.loading import load_tokenizer
 
 DEFAULT_TOKENIZER = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
 Row = dict[str, Any]
@@ -52,13 +54,6 @@ def open_output(filepath: str | Path, *, append: bool) -> TextIO:
     return path.open("a" if append else "x", encoding="utf-8")
 
 
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer that turns token ids back into text."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(name)
-
-
 def register_to_api(client: Any, *, batch_size: int, max_token_len: int, num_steps: int) -> Any:
     """Register as the trainer; the step count leaves room, so that environments go on until enough is written."""
     return client.register(
@@ -84,7 +79,7 @@ def collect_rows(client: Any, output: TextIO, rows_of: RowsOf, tokenizer: Any, *
     """Take batches and write rows until ``num_rows`` are on disk; a batch is acknowledged once its rows are."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    written = 0
+    written = num_groups = 0
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as progress:
         task = progress.add_task(label, total=num_rows)
         while written < num_rows:
@@ -93,7 +88,8 @@ def collect_rows(client: Any, output: TextIO, rows_of: RowsOf, tokenizer: Any, *
             _write(output, rows)
             client.ack(batch.seq)
             written += len(rows)
-            progress.update(task, completed=written)
+            num_groups += len(batch.groups)
+            progress.update(task, completed=written, description=f"{label} from {num_groups} groups")
     return written
 
 
@@ -127,18 +123,22 @@ def run(
 ) -> int:
     """Output first, then tokenizer, then the server; returns the number of rows written."""
     with open_output(arguments.filepath, append=arguments.append_to_previous) as output:
-        tokenizer = None if arguments.save_messages else load_tokenizer(arguments.tokenizer)
-        trainer = client or _connect(arguments.api_url)
         try:
-            register_to_api(
-                trainer,
-                batch_size=arguments.group_size * groups_per_batch,
-                max_token_len=arguments.max_token_len,
-                num_steps=arguments.num_seqs_to_save * 2,
-            )
-            return collect_rows(trainer, output, rows_of, tokenizer, num_rows=arguments.num_seqs_to_save, label=label)
+            tokenizer = None if arguments.save_messages else load_tokenizer(arguments.tokenizer)
+            with contextlib.closing(client or _connect(arguments.api_url)) as trainer:
+                register_to_api(
+                    trainer,
+                    batch_size=arguments.group_size * groups_per_batch,
+                    max_token_len=arguments.max_token_len,
+                    num_steps=arguments.num_seqs_to_save * 2,
+                )
+                num_rows = arguments.num_seqs_to_save
+                return collect_rows(trainer, output, rows_of, tokenizer, num_rows=num_rows, label=label)
         finally:
-            trainer.close()
+            if (
+                not output.tell()
+            ):  # failed or was stopped before the first row: an empty file would stand in the next one's way
+                Path(arguments.filepath).unlink(missing_ok=True)
 
 
 def exit_code(command: str, grabber: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:

@@ -63,8 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AtroposError as error:
         print(f"atropos {name}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
-    except KeyboardInterrupt:
-        return 130
 
 
 def load(target: str) -> Callable[[list[str]], int]:

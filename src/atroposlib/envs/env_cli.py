@@ -313,8 +313,6 @@ def main(env_cls: type[BaseEnv], argv: Sequence[str]) -> int:
     except AtroposError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What a command does when nobody reads its output any more (``atropos ... | head``): it ends, without a word."""
+"""What a command does when nobody reads its output any more (``atropos ... | head``), and on Ctrl-C: it ends, without a word."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import ParamSpec
 P = ParamSpec("P")
 EXIT_CODE = 141
 """As a shell shows the end of other tools there: 128 and the number of SIGPIPE."""
+INTERRUPTED = 130
+"""Likewise 128 and the number of SIGINT."""
 
 
 def ends_with_its_reader(command: Callable[P, int]) -> Callable[P, int]:
@@ -30,6 +32,8 @@ def ends_with_its_reader(command: Callable[P, int]) -> Callable[P, int]:
             if not _drop_what_nobody_reads():
                 raise  # another pipe or connection: a failure like any other
             return EXIT_CODE
+        except KeyboardInterrupt:
+            return INTERRUPTED
 
     return run
 

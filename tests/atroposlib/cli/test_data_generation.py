@@ -142,3 +142,21 @@ def test_dpo_appends(tiny_tokenizer: Any, tmp_path: Path) -> None:
     assert old == {"old": 1}
     assert new["pos"][1]["content"] == "good"
     assert client.calls[0][1]["batch_size"] == 16
+
+
+def test_what_ends_before_the_first_row_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class StoppedClient(FakeTrainerClient):
+        def next_batch(self, *, timeout_s: float | None = None) -> Any:
+            raise KeyboardInterrupt  # Ctrl-C while waiting
+
+    path = tmp_path / "rows.jsonl"
+    client = StoppedClient()
+    with pytest.raises(KeyboardInterrupt):
+        sft.sft_data_grabber([str(path), "--save-messages"], client=client)
+    assert client.calls[-1] == ("close", None)
+    assert not path.exists()
+    assert sft.main([str(path), "--tokenizer", str(tmp_path / "nosuch")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("atropos-sft-gen: the tokenizer")
+    assert "could not be loaded" in error
+    assert not path.exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.utils.closed_pipe import EXIT_CODE, ends_with_its_reader
+from atroposlib.utils.closed_pipe import EXIT_CODE, INTERRUPTED, ends_with_its_reader
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "environments" / "arithmetic.py"
 ENTRY = "import sys; from atroposlib.cli.{0} import main; sys.exit(main())"
@@ -69,3 +69,11 @@ def test_another_broken_pipe_is_a_failure_like_any_other() -> None:
 
     with pytest.raises(BrokenPipeError, match="a worker has gone"):
         command()
+
+
+def test_an_interrupt_ends_it_quietly() -> None:
+    @ends_with_its_reader
+    def command() -> int:
+        raise KeyboardInterrupt
+
+    assert command() == INTERRUPTED == 130
