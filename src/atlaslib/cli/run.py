@@ -16,6 +16,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "overrides",
         nargs="*",
+        default=[],
         metavar="key=value",
         help="dotted keys, for instance trainer.max_steps=50 environments.0.weight=2",
     )

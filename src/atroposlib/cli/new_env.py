@@ -39,7 +39,9 @@ def write_environment(name: str, folder: Path, *, overwrite: bool = False) -> li
     }
     targets = {folder / f"{module}.py": "environment.py.txt", folder / f"test_{module}.py": "environment_test.py.txt"}
     if not overwrite and (there := [str(path) for path in targets if path.exists()]):
-        raise ConfigError(f"{', '.join(there)} exists already; choose another name or pass --force")
+        raise ConfigError(
+            f"{' and '.join(there)} exist{'s' if len(there) == 1 else ''} already; choose another name or pass --force"
+        )
     make_folder(folder, "--dir")
     for path, template in targets.items():
         text = (TEMPLATES / template).read_text(encoding="utf-8")

@@ -339,7 +339,7 @@ def _check_scores(report: Report, scores: Sequence[Any]) -> None:
         report.add(
             "note",
             f"all scores are {scores[0]}",
-            "such groups teach nothing and are dropped; give replies that should score differently",
+            "such groups teach nothing and are dropped; give replies that should score differently (--reply TEXT, several times)",
         )
     else:
         report.add("ok", f"scores {', '.join(f'{score:.3g}' for score in scores)}")

@@ -58,7 +58,7 @@ def test_existing_files_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[s
     write_environment("a-b", tmp_path)
     (tmp_path / "a_b.py").write_text("precious")
     assert atropos(["new-env", "a-b", "--dir", str(tmp_path)]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "exist already" in capsys.readouterr().err
     assert (tmp_path / "a_b.py").read_text() == "precious"
     write_environment("a-b", tmp_path, overwrite=True)
     assert "class ABEnv" in (tmp_path / "a_b.py").read_text()
