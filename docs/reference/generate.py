@@ -82,10 +82,27 @@ def metrics_page() -> str:
     return head + "\n".join(rows) + "\n"
 
 
+def help_text(command: Any) -> str:
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        command(["--help"])
+    return shown.getvalue().rstrip()
+
+
+OTHER_COMMANDS = {
+    "atropos-sft-gen": "atroposlib.cli.sft:main",
+    "atropos-dpo-gen": "atroposlib.cli.dpo:main",
+    "view-run": "atroposlib.cli.view_run:main",
+    "inference-node-wandb-watcher": "atroposlib.cli.inference_node_wandb_watcher:main",
+}
+
+
 def commands_page() -> str:
     from atroposlib.cli.main import COMMANDS, load, overview
 
-    parts = ["# Commands", "", "```text", overview(), "```"]
+    others = "With names of their own: `run-api` (the same as `atropos api`), `view-run-multimodal` (`view-run` with pictures), "
+    others += ", ".join(f"[`{name}`](#{name})" for name in OTHER_COMMANDS) + "."
+    parts = ["# Commands", "", "```text", overview(), "```", "", others]
     for name, command in COMMANDS.items():
         if name == "train":
             parts += [
@@ -95,10 +112,9 @@ def commands_page() -> str:
                 "Every parameter of [GRPOConfig](grpo_config.md), and what `atropos train --help` lists first.",
             ]
             continue
-        shown = io.StringIO()
-        with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-            load(command.target)(["--help"])
-        parts += ["", f"## atropos {name}", "", "```text", shown.getvalue().rstrip(), "```"]
+        parts += ["", f"## atropos {name}", "", "```text", help_text(load(command.target)), "```"]
+    for name, target in OTHER_COMMANDS.items():
+        parts += ["", f"## {name}", "", "```text", help_text(load(target)), "```"]
     return "\n".join(parts) + "\n"
 
 
