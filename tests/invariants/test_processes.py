@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 SCRIPT = Path(__file__).parent / "process_run.py"
 LAYOUT = {"train/row_tokens", "train/tokens_per_s"}
@@ -155,6 +156,35 @@ def test_two_processes_stopped_between_the_iterations_on_a_batch(launch: Any, tm
     check_resumed(tmp_path)
 
 
+def test_a_batch_begun_by_two_processes_is_finished_by_one(launch: Any, tmp_path: Path) -> None:
+    options = {
+        "num_iterations": 2,
+        "gradient_accumulation_steps": 1,
+        "importance_correction": "tis",
+        "optim": "sgd",
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant",
+        "save_strategy": "steps",
+        "save_steps": 3,
+    }
+    launch("straight", here=True, max_steps=4, **options)
+    succeeded(launch("begun", processes=2, max_steps=3, **options))
+    launch("begun", here=True, extra={"resume": True}, max_steps=4, **options)
+    *_, alone = metrics(tmp_path, "straight")
+    *_, together = metrics(tmp_path, "begun")
+    del together["train/skipped_share"]  # of the layout, which is made once for both iterations
+    assert alone["policy/clip_low_share"] > 0
+    assert together == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_others(launch: Any) -> None:
+    result = launch("killed", processes=3, extra={"kill_at": 2, "kill_rank": 1}, per_device_train_batch_size=4)
+    assert result.returncode == 1
+    assert result.stderr.count("by peer") >= 2
+    assert "exitcode  : -9" in result.stderr
+
+
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_two_processes_equal_one(accumulation: int, launch: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {
@@ -215,6 +245,42 @@ def test_sharded_over_two_processes_equals_one(
         torch.testing.assert_close(
             second[name], value, rtol=0, atol=3e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def test_two_groups_sharded_over_three_processes_equal_one(launch: Any, tmp_path: Path) -> None:
+    # one process has no group, one only a group whose reward fails; checkpoints would be made of shards
+    environment = {**FSDP, "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+    options = {
+        "optim": "sgd",
+        "learning_rate": 0.5,
+        "lr_scheduler_type": "constant",
+        "max_steps": 1,
+        "num_generations": 6,
+    }
+    extra = {"reward": "reward_but_second_row", "rows": 2}
+    launch("one", here=True, extra=extra, per_device_train_batch_size=12, **options)
+    extra["final_model"] = str(tmp_path / "final")
+    succeeded(
+        launch("three", processes=3, environment=environment, extra=extra, per_device_train_batch_size=4, **options)
+    )
+    alone, together = metrics(tmp_path, "one"), metrics(tmp_path, "three")
+    assert [line["rewards/reward_but_second_row_failed"] for line in alone] == [6]
+    assert together == [pytest.approx(line, abs=1e-5) for line in alone]
+    final = load_file(tmp_path / "final" / "model.safetensors")
+    for name, value in weights(tmp_path, "one").items():
+        torch.testing.assert_close(final[name], value, rtol=0, atol=3e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_supervised_evaluation_is_shared_out(launch: Any, tmp_path: Path) -> None:
+    options = {"beta": 0.0, "max_steps": 1, "lr_scheduler_type": "constant", "per_device_eval_batch_size": 1}
+    extra = {"sft": True, "rows": 3}
+    launch("one", here=True, extra=extra, **options)
+    succeeded(launch("two", processes=2, environment=FSDP, extra=extra, **options))
+    alone, together = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("one", "two"))
+    assert alone.pop("rows") == [[1, 1, 1]]
+    # the first process has one row, and a blank one while the second needs its shards
+    assert together.pop("rows") == [[1, 1], [1, 1]]
+    assert together == pytest.approx(alone, abs=1e-5)
 
 
 def test_a_batch_that_trains_nothing_keeps_processes_and_checkpointing_in_step(launch: Any, tmp_path: Path) -> None:

@@ -256,6 +256,7 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
         """Train; ``resume_from_checkpoint=True`` takes the newest complete checkpoint, ``"auto"`` does so if there is one."""
         checkpoint = run_state.find_checkpoint(resume_from_checkpoint, self.config.output_dir)
+        run_state.check_fsdp(checkpoint, enabled=self.is_fsdp_enabled)
         self.resume_state = run_state.load(checkpoint)
         with self.stop_signal.installed(), contextlib.ExitStack() as stack:
             stack.callback(self.sampler_host.close)
@@ -422,6 +423,15 @@ class GRPOTrainer(Trainer):  # type: ignore[misc]
             self.state.num_input_tokens_seen += (
                 sum(piece.num_input_tokens for piece in inputs) * self.accelerator.num_processes
             )
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The whole model, also where checkpoints are made of FSDP's shards: transformers writes nothing then."""
+        sharded = self.is_fsdp_enabled and "FULL" not in str(self.accelerator.state.fsdp_plugin.state_dict_type)
+        if sharded and not _internal_call:
+            state = self.accelerator.get_state_dict(self.model)
+            if self.args.should_save:
+                self._save(output_dir, state_dict=state)
+        super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """The rollout position goes in first, ``trainer_state.json`` last: a checkpoint with it is complete."""

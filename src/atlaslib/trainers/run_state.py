@@ -17,7 +17,7 @@ import torch
 
 from atlaslib.errors import CheckpointError
 from atlaslib.generation.replica import whole
-from atlaslib.types import TrainingSample
+from atlaslib.types import Microbatch, TrainingSample
 
 if TYPE_CHECKING:
     from atlaslib.trainers.grpo import GRPOTrainer
@@ -64,6 +64,16 @@ def find_checkpoint(wish: Any, output_dir: str) -> str | None:
     return None if found is None else str(found)
 
 
+def check_fsdp(checkpoint: str | None, *, enabled: bool) -> None:
+    """Weights and optimizer state of a run with FSDP lie in files of their own: such a run cannot go on without it, nor the other way."""
+    if checkpoint is None or enabled == any(Path(checkpoint).glob("pytorch_model_fsdp*")):
+        return
+    raise CheckpointError(
+        f"{checkpoint} was written {'without' if enabled else 'with'} FSDP and this run is {'with' if enabled else 'without'} it; "
+        "go on as it began, or start anew in another output_dir"
+    )
+
+
 def newest_complete(folder: Path) -> Path | None:
     """The complete checkpoint with the highest step; one cut off by a killed process is passed over."""
     numbered = [
@@ -93,8 +103,8 @@ def save(folder: Path, trainer: GRPOTrainer) -> None:
     All processes call it, the first one writes.
     """
     unfinished = trainer.state.global_step % trainer.config.num_iterations != 0
-    mine = [[_listed(piece.old_logprobs) for piece in part] for part in trainer.step_batch] if unfinished else []
-    old_logprobs = gather_lists(trainer.accelerator, [mine])
+    mine = [piece.old_logprobs for piece in _pieces(trainer) if piece.old_logprobs is not None] if unfinished else []
+    old_logprobs = gather_lists(trainer.accelerator, [value for part in mine for value in part.tolist()])
     if not trainer.is_world_process_zero():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -138,21 +148,24 @@ def restore(trainer: GRPOTrainer) -> None:
     trainer.restore_extra_state(state.get("extra") or {})
 
 
-def _restore_old_logprobs(trainer: GRPOTrainer, saved: list[Any]) -> None:
-    """This process's part of the saved ones; where the batch is cut otherwise now, they are computed anew."""
+def _restore_old_logprobs(trainer: GRPOTrainer, saved: list[float]) -> None:
+    """This process's part of the saved ones; where the batch has other tokens now, they are computed anew.
+
+    They stand in the order of the samples, so the number of processes and pieces may differ from the run that saved them.
+    """
     accelerator = trainer.accelerator
-    mine = saved[accelerator.process_index] if len(saved) == accelerator.num_processes else []
-    counts = [[piece.num_trained_tokens for piece in part] for part in trainer.step_batch]
-    if [[len(values or []) for values in rows] for rows in mine] != counts:
+    counts = gather_lists(accelerator, [sum(piece.num_trained_tokens for piece in _pieces(trainer))])
+    if len(saved) != sum(counts):
         return
-    for part, rows in zip(trainer.step_batch, mine, strict=True):
-        for piece, values in zip(part, rows, strict=True):
-            if values is not None:
-                piece.old_logprobs = torch.tensor(values, dtype=torch.float32, device=accelerator.device)
+    place = sum(counts[: accelerator.process_index])
+    for piece in _pieces(trainer):
+        values = saved[place : place + piece.num_trained_tokens]
+        piece.old_logprobs = torch.tensor(values, dtype=torch.float32, device=accelerator.device) if values else None
+        place += len(values)
 
 
-def _listed(values: torch.Tensor | None) -> list[float] | None:
-    return None if values is None else [float(value) for value in values.cpu()]
+def _pieces(trainer: GRPOTrainer) -> list[Microbatch]:
+    return [piece for part in trainer.step_batch for piece in part]
 
 
 def sync_reference(trainer: GRPOTrainer) -> None:

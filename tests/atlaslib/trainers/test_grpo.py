@@ -10,9 +10,9 @@ import pytest
 import torch
 from metric_lines import read_metrics
 
-from atlaslib.errors import ConfigError
+from atlaslib.errors import CheckpointError, ConfigError
 from atlaslib.generation.replica import whole_copy
-from atlaslib.trainers import GRPOConfig, GRPOTrainer
+from atlaslib.trainers import GRPOConfig, GRPOTrainer, run_state
 from atroposlib.errors import RewardComputationError
 
 
@@ -121,6 +121,20 @@ def test_a_reward_that_never_works_ends_the_run(
     trainer = GRPOTrainer(small_model(), broken, config, train_dataset=rows, processing_class=tiny_tokenizer)
     with pytest.raises(RewardComputationError, match=r"'broken' failed on every completion .*cannot grade anything"):
         trainer.train()
+
+
+def test_a_checkpoint_of_a_run_with_fsdp_needs_it(
+    small_model: Any, make_config: Any, tiny_tokenizer: Any, rows: Any, letters: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "trainer_state.json").write_text("{}")
+    run_state.check_fsdp(str(tmp_path), enabled=False)
+    with pytest.raises(CheckpointError, match="written without FSDP and this run is with it; go on as it began"):
+        run_state.check_fsdp(str(tmp_path), enabled=True)
+    (tmp_path / "pytorch_model_fsdp_0").mkdir()
+    run_state.check_fsdp(str(tmp_path), enabled=True)
+    trainer = GRPOTrainer(small_model(), letters, make_config(), train_dataset=rows, processing_class=tiny_tokenizer)
+    with pytest.raises(CheckpointError, match="written with FSDP and this run is without it"):
+        trainer.train(resume_from_checkpoint=str(tmp_path))
 
 
 def test_an_output_dir_that_cannot_be_made(
