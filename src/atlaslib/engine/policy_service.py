@@ -21,6 +21,7 @@ from atlaslib.engine.openai_protocol import LogprobsMode, ParsedRequest, Request
 from atlaslib.engine.openai_replies import ReplyWriter
 from atlaslib.engine.sequence import Completion
 from atlaslib.errors import AtroposError, ConfigError, EngineInputError
+from atroposlib.envs.server_handling.chat_prompts import render_chat
 
 DEFAULT_COMPLETION_TOKENS = 16  # what the official API takes for plain completions
 MAX_RETRY_AFTER_S = 60
@@ -135,13 +136,17 @@ class PolicyService:
         extra = body.get("chat_template_kwargs") or {}
         if not isinstance(extra, dict):
             raise RequestError(f"chat_template_kwargs is {extra!r:.80}; give an object", param="chat_template_kwargs")
-        extra = {**extra, "tools": tools} if tools else extra
         open_turn = wire.switch(body, "add_generation_prompt", default=True)
         if not self.tokenizer.chat_template:
             raise RequestError("this model's tokenizer has no chat template; use /v1/completions", param="messages")
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=open_turn, **extra
+            text = render_chat(
+                self.tokenizer,
+                messages,
+                add_generation_prompt=open_turn,
+                tools=tools,
+                keep_thinking=False,
+                template_kwargs=extra,
             )
         except Exception as error:  # a chat template is a program of the model's author and raises what it likes
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from error

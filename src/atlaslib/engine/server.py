@@ -44,6 +44,8 @@ LARGE_BODY = 32 * 2**10
 """Bytes: about 10 ms of tokenizing."""
 MAX_BODY = 128 * 2**20
 """Bytes: 4096 prompts of 4096 token ids, many times the longest single prompt."""
+KEEP_ALIVE_S = 75
+"""An idle connection is the client's to close: one closed here just as a client reuses it fails that request."""
 Parsed = TypeVar("Parsed")
 
 
@@ -196,9 +198,16 @@ def serve_in_thread(
     if not 0 <= port <= 65535:
         raise ConfigError(f"the policy server's port is {port}; it must be from 0 (any free one) to 65535")
     app = create_app(engine_thread, tokenizer, model_name, token=token, **options)
-    server = uvicorn.Server(
-        uvicorn.Config(app, host=host, port=port, log_level="warning", lifespan="off", timeout_graceful_shutdown=3)
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_level="warning",
+        lifespan="off",
+        timeout_graceful_shutdown=3,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, name="policy-server", daemon=True)
     thread.start()
     deadline = time.monotonic() + start_timeout_s

@@ -626,6 +626,33 @@ def test_tools_go_through_the_template_and_come_back_as_calls() -> None:
     assert reply["policy_versions"] == [3]
 
 
+def test_messages_reach_the_template_as_templates_expect_them(
+    served: tuple[EngineThread, Any, ServerHandle], client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = served[1]
+    template = (
+        "{% for m in messages %}{{ m.role + ':' + m.content }}{{ m.tool_calls | tojson if m.tool_calls }};{% endfor %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    call: Any = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": " + 1?"}]},
+        {"role": "assistant", "content": "<think>hm</think>", "tool_calls": [call]},
+    ]
+    reply = client.chat.completions.create(
+        model="m", messages=messages, max_tokens=1, extra_body={"return_token_ids": True}
+    )
+    assert reply.model_extra is not None
+    call["function"]["arguments"] = {"a": 1}  # JSON text would be quoted twice
+    expected = f"user:1 + 1?;assistant:<think>hm</think>{json.dumps([call])};"
+    assert tokenizer.decode(reply.model_extra["prompt_token_ids"]) == expected
+
+
+def test_idle_connections_are_the_clients_to_close(served: tuple[EngineThread, Any, ServerHandle]) -> None:
+    """Clients keep theirs for up to 30 s; a connection closed while it is being reused is a failed request."""
+    assert served[2].server.config.timeout_keep_alive > 60
+
+
 def test_new_weights_carry_a_new_version() -> None:
     import torch
 
