@@ -73,10 +73,11 @@ class ScoredDataItem(TypedDict, total=False):
 
 
 class AgentStep(TypedDict, total=False):
-    """What one agent did in one step, and its score."""
+    """What one agent said in one step, and its reward."""
 
-    step: list[Message]
-    score: float
+    step: int
+    messages: list[Message]
+    reward: float
 
 
 AgentHistory: TypeAlias = dict[str, list[AgentStep]]
@@ -93,10 +94,11 @@ class Observation(TypedDict):
 class GameStep(TypedDict, total=False):
     """One step of a game with several agents."""
 
+    step: int
     observation: Observation
     agent_id: str
     action: str
-    reward: float
+    reward: float | dict[str, float]
     done: bool
     info: dict[str, Any]
 
@@ -126,7 +128,12 @@ class EvaluationMetrics(TypedDict):
 class EvaluationSample(TypedDict, total=False):
     """One line of ``samples.jsonl``; environments add keys of their own."""
 
-    messages: list[Message]
-    question: str
-    answer: str
-    score: float
+    messages: list[Message] | None
+    question: str | None
+    gold_answer: str | None
+    gold_parsed: str | None
+    model_parsed: str | None
+    score: float | None
+    correct: bool | None
+    finish_reason: str | None
+    response_after_think: str | None

@@ -15,11 +15,12 @@ Group = dict[str, Any]
 Queue = list[Group]
 
 
-def find_groups_summing_to_target(buffer: Queue, target: int) -> list[int]:
-    """Ascending indices of groups in `buffer` whose sequences add up to exactly `target`; [] when there are none.
+def find_groups_summing_to_target(buffer: Queue, target_size: int) -> list[int]:
+    """Ascending indices of groups in `buffer` whose sequences add up to exactly `target_size`; [] when there are none.
 
     The greedy choice in order if it is exact; else a choice that uses later groups wherever it can.
     """
+    target = target_size
     sizes = [_size(group) for group in buffer]
     if greedy := greedy_subset(sizes, target):
         return greedy

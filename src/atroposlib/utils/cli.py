@@ -125,9 +125,9 @@ def merge_dicts(*dicts: Mapping[str, Any] | None) -> dict[str, Any]:
     return merged
 
 
-def extract_namespace(source: BaseModel | Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def extract_namespace(model: BaseModel | Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """The entries whose name begins with ``prefix``, without it."""
-    values = source.model_dump() if isinstance(source, BaseModel) else source
+    values = model.model_dump() if isinstance(model, BaseModel) else model
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
 
 
@@ -224,11 +224,9 @@ def get_prefixed_pydantic_model(base_model: type[BaseModel], prefix: str) -> typ
     return create_model(f"{prefix.rstrip('._').capitalize()}{base_model.__name__}", **fields)
 
 
-def adjust_model_defaults(
-    model_class: type[BaseModel], default_values: BaseModel | Mapping[str, Any]
-) -> type[BaseModel]:
-    """A subclass ``<Name>WithDefaults`` whose defaults are those of ``default_values``."""
-    values = default_values.model_dump() if isinstance(default_values, BaseModel) else default_values
+def adjust_model_defaults(model_class: type[BaseModel], defaults: BaseModel | Mapping[str, Any]) -> type[BaseModel]:
+    """A subclass ``<Name>WithDefaults`` whose defaults are those of ``defaults``."""
+    values = defaults.model_dump() if isinstance(defaults, BaseModel) else defaults
     fields: dict[str, Any] = {
         name: (field.annotation, _plain_field(field, default=values[name]))
         for name, field in model_class.model_fields.items()

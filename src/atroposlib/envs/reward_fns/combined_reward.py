@@ -40,10 +40,10 @@ class CombinedReward(RewardFunction):
     def name(self) -> str:
         return self._name or f"combined({','.join(part.name for part in self.reward_functions)})"
 
-    def set_wandb_logger(self, wandb_logger: Any) -> None:
-        super().set_wandb_logger(wandb_logger)
+    def set_wandb_logger(self, logger: Any) -> None:
+        super().set_wandb_logger(logger)
         for part in self.reward_functions:
-            part.set_wandb_logger(wandb_logger)
+            part.set_wandb_logger(logger)
 
     def compute(self, completions: Sequence[Any], **kwargs: Any) -> list[float | None]:
         parts = [part(completions, **kwargs) for part in self.reward_functions]  # calling applies each part's weight

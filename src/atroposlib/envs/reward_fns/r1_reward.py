@@ -15,14 +15,14 @@ _CLOSE = re.compile(r"</think>", re.IGNORECASE)
 
 @registry.register
 class FormatReasoningReward(RewardFunction):
-    """``reward`` when the text has a think block (``require_thinking``) and words after it (``require_response``).
+    """``reward_value`` when the text has a think block (``require_thinking``) and words after it (``require_response``).
 
     More than one block fails unless ``allow_multiple_thinking``.
     """
 
     def __init__(
         self,
-        reward: float = 0.5,
+        reward_value: float = 0.5,
         require_thinking: bool = True,
         require_response: bool = True,
         allow_multiple_thinking: bool = False,
@@ -30,12 +30,12 @@ class FormatReasoningReward(RewardFunction):
         **kwargs: Any,
     ) -> None:
         super().__init__(weight=weight, **kwargs)
-        self.reward = reward
+        self.reward_value = reward_value
         self.require_thinking, self.require_response = require_thinking, require_response
         self.allow_multiple_thinking = allow_multiple_thinking
 
     def compute(self, completions: Sequence[Any], **kwargs: Any) -> list[float | None]:
-        return [self.reward if self._is_well_formed(self.get_content(one)) else 0.0 for one in completions]
+        return [self.reward_value if self._is_well_formed(self.get_content(one)) else 0.0 for one in completions]
 
     def _is_well_formed(self, text: str) -> bool:
         blocks = _THINK.findall(text)
@@ -81,7 +81,7 @@ class R1Reward(RewardFunction):
         self, format_weight: float = 0.5, accuracy_weight: float = 1.0, weight: float = 1.0, **kwargs: Any
     ) -> None:
         super().__init__(weight=weight, **kwargs)
-        self.format_reward = FormatReasoningReward(reward=1.0, weight=format_weight)
+        self.format_reward = FormatReasoningReward(reward_value=1.0, weight=format_weight)
         self.accuracy_reward = AccuracyXReward(weight=accuracy_weight)
 
     def compute(self, completions: Sequence[Any], solution: Any = None, **kwargs: Any) -> list[float | None]:

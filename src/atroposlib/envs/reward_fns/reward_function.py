@@ -114,9 +114,9 @@ class RewardFunction(ABC):
             self._kinds_logged |= {kind}
             logger.error("reward %r failed for completion %d; it gets no reward", self._shown, index, exc_info=error)
 
-    def set_wandb_logger(self, wandb_logger: Any) -> None:
-        """Send metrics of every call to ``wandb_logger.log``."""
-        self.wandb_logger = wandb_logger
+    def set_wandb_logger(self, logger: Any) -> None:
+        """Send metrics of every call to ``logger.log``."""
+        self.wandb_logger = logger
 
     def log_metrics(self, raw_rewards: Sequence[float | None], weighted_rewards: Sequence[float | None]) -> None:
         """Log ``reward/{name}/mean_raw, mean_weighted, min, max`` (of the raw rewards that were computed)."""

@@ -57,10 +57,11 @@ DEFAULT_SESSION_TTL_S = 3600.0
 
 
 def openai_error(
-    status: int, message: str, kind: str = "invalid_request_error", code: str | None = None
+    status_code: int, message: str, error_type: str = "invalid_request_error", code: str | None = None
 ) -> JSONResponse:
     """An error body as the OpenAI API sends it."""
-    return JSONResponse({"error": {"message": message, "type": kind, "code": code or str(status)}}, status_code=status)
+    body = {"message": message, "type": error_type, "code": code or str(status_code)}
+    return JSONResponse({"error": body}, status_code=status_code)
 
 
 class Proxy:

@@ -92,12 +92,12 @@ class ReasoningConfig:
             self.enabled = True
 
     @classmethod
-    def from_env_config(cls, config: Any) -> ReasoningConfig:
+    def from_env_config(cls, env_config: Any) -> ReasoningConfig:
         """Read the reasoning fields of an environment's configuration (each may be absent)."""
         return cls(
-            enabled=getattr(config, "thinking_mode", False),
-            effort=getattr(config, "reasoning_effort", None),
-            max_tokens=getattr(config, "max_reasoning_tokens", None),
+            enabled=getattr(env_config, "thinking_mode", False),
+            effort=getattr(env_config, "reasoning_effort", None),
+            max_tokens=getattr(env_config, "max_reasoning_tokens", None),
         )
 
     def is_reasoning_kwargs_active(self) -> bool:

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from openai.types.completion import Completion
 
 
-def create_chat_completion(content: str | list[str], n: int = 1, finish_reason: str = "stop") -> ChatCompletion:
+def create_chat_completion(resp: str | list[str], n: int = 1, finish_reason: str = "stop") -> ChatCompletion:
     """A ``ChatCompletion`` with ``n`` choices of the same text, or one choice per text of a list."""
     from atroposlib.envs.server_handling.openai_routes import chat_completion_from
 
-    texts = [content] * n if isinstance(content, str) else list(content)
+    texts = [resp] * n if isinstance(resp, str) else list(resp)
     choices = [
         {"index": i, "finish_reason": finish_reason, "message": {"role": "assistant", "content": text}}
         for i, text in enumerate(texts)
@@ -29,11 +29,11 @@ def create_chat_completion(content: str | list[str], n: int = 1, finish_reason: 
     )
 
 
-def create_completion(content: str | list[str], n: int = 1, finish_reason: str = "stop") -> Completion:
+def create_completion(resp: str | list[str], n: int = 1, finish_reason: str = "stop") -> Completion:
     """A ``Completion`` with ``n`` choices of the same text, or one choice per text of a list."""
     from atroposlib.envs.server_handling.openai_routes import completion_from
 
-    texts = [content] * n if isinstance(content, str) else list(content)
+    texts = [resp] * n if isinstance(resp, str) else list(resp)
     choices = [{"index": i, "finish_reason": finish_reason, "text": text} for i, text in enumerate(texts)]
     return completion_from(
         {"id": "test_id", "created": 0, "model": "test_model", "object": "text_completion", "choices": choices}

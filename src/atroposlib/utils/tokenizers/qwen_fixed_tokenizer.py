@@ -18,10 +18,10 @@ class QwenFixedTokenizer:
     Example: ``QwenFixedTokenizer("Qwen/Qwen3-4B").apply_chat_template(chat, tokenize=True)`` gives a plain list of ids.
     """
 
-    def __init__(self, name: str, **kwargs: Any) -> None:
+    def __init__(self, model_name_or_path: str, **kwargs: Any) -> None:
         from transformers import AutoTokenizer
 
-        self.tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+        self.tokenizer = AutoTokenizer.from_pretrained(model_name_or_path, **kwargs)
         self.tokenizer.chat_template = TEMPLATE_FILE.read_text(encoding="utf-8")
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
