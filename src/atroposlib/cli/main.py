@@ -7,12 +7,13 @@ sample live in atlaslib; they are named here by their import path only, so this 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from atroposlib import __version__
-from atroposlib.errors import AtroposError, unknown_name_message
+from atroposlib.errors import AtroposError, MissingExtraError, unknown_name_message
 from atroposlib.utils.closed_pipe import ends_with_its_reader
 
 
@@ -66,17 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load(target: str) -> Callable[[list[str]], int]:
-    """Import ``module:function``; a missing torch becomes a sentence that names the extra."""
+    """Import ``module:function``; a missing torch becomes a sentence that names the extra.
+
+    It is looked for, not imported: the commands of atlaslib import it late, some only in the processes they start.
+    """
     module_name, _, function = target.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name in {"torch", "accelerate", "peft"}:
-            raise AtroposError(
-                f"this command needs {error.name}; install it with: pip install 'atropos-atlas[train]'"
-            ) from error
-        raise
-    command: Callable[[list[str]], int] = getattr(module, function)
+    for package in ("torch", "accelerate"):
+        if module_name.startswith("atlaslib.") and importlib.util.find_spec(package) is None:
+            raise MissingExtraError("this command", package=package, extra="train")
+    command: Callable[[list[str]], int] = getattr(importlib.import_module(module_name), function)
     return command
 
 
