@@ -8,7 +8,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from math import comb
+from math import ceil, prod
 from typing import Any
 
 from atroposlib.envs.eval_log import gather_bounded, model_name_of, write_evaluation
@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 MAX_ITEMS_AT_ONCE = 256
 
 
-def pass_at_k(m: int, c: int, k: int) -> float:
+def pass_at_k(m: int, c: float, k: int) -> float:
     """Unbiased estimate of the chance that one of ``k`` samples is right, from ``c`` right ones among ``m``.
 
-    Example: ``pass_at_k(10, 3, 1)`` is 0.3.
+    ``c`` may be a sum of scores. Example: ``pass_at_k(10, 3, 1)`` is 0.3.
     """
     if m - c < k:
         return 1.0
-    return 1.0 - comb(m - c, k) / comb(m, k)
+    return 1.0 - prod(1.0 - k / (m - c + 1 + i) for i in range(ceil(c)))
 
 
 def evaluate_log(

@@ -13,9 +13,10 @@ from atroposlib.envs.eval import EvalBase, evaluate_log, pass_at_k
 
 
 @pytest.mark.parametrize(
-    ("m", "c", "k", "expected"), [(10, 3, 1, 0.3), (10, 0, 5, 0.0), (4, 4, 2, 1.0), (5, 2, 2, 0.7), (3, 2, 2, 1.0)]
+    ("m", "c", "k", "expected"),
+    [(10, 3, 1, 0.3), (10, 0, 5, 0.0), (4, 4, 2, 1.0), (5, 2, 2, 0.7), (3, 2, 2, 1.0), (4, sum([1.0, 0.0]), 1, 0.25)],
 )
-def test_pass_at_k(m: int, c: int, k: int, expected: float):
+def test_pass_at_k(m: int, c: float, k: int, expected: float):
     assert pass_at_k(m, c, k) == pytest.approx(expected)
 
 
