@@ -38,6 +38,12 @@ class MissingExtraError(AtroposError, ImportError):
         return (_rebuild_missing_extra, (self.feature, self.package, self.extra))
 
 
+PACKAGE_ADVICE = (
+    "install that package; 'atropos-atlas[envs]' and 'atropos-atlas[examples]' bring those of known environments"
+)
+"""For an environment that imports what is not installed."""
+
+
 def _rebuild_missing_extra(feature: str, package: str, extra: str) -> MissingExtraError:
     return MissingExtraError(feature, package=package, extra=extra)
 

@@ -12,11 +12,12 @@ import inspect
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from atroposlib.errors import AtroposError, ConfigError, unknown_name_message
+from atroposlib.errors import PACKAGE_ADVICE, AtroposError, ConfigError, unknown_name_message
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
@@ -30,7 +31,17 @@ def load_env_class(spec: str) -> type[BaseEnv]:
     from atroposlib.envs.base import BaseEnv
 
     place, _, name = spec.rpartition(":") if ":" in spec else (spec, "", "")
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    try:
+        module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    except AtroposError:
+        raise
+    except Exception as error:  # somebody's code: what it raises is what is wrong with it
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+        at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames[-1].filename != __file__ else ""
+        raise ConfigError(
+            f"{place} cannot be imported: {type(error).__name__}: {error}{at}"
+            + (f"; {PACKAGE_ADVICE}" if isinstance(error, ModuleNotFoundError) else "")
+        ) from error
     known = {
         key: value
         for key, value in vars(module).items()

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from atroposlib.envs.group_workers import postprocess
+from atroposlib.errors import PACKAGE_ADVICE
 from atroposlib.testing.scripted_server import script
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 
@@ -174,6 +175,8 @@ def _construct(
 def _failed(report: Report, stage: str, error: BaseException, advice: str) -> None:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/atroposlib/" not in frame.filename]
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    if isinstance(error, ModuleNotFoundError):
+        advice = PACKAGE_ADVICE
     report.add("error", f"{stage} raised {type(error).__name__}: {error}{place}", advice)
 
 

@@ -104,3 +104,34 @@ def test_check_env_refuses_impossible_numbers(flag: str, value: str, capsys: pyt
         check_env(["any.py", flag, value])
     assert end.value.code == 2
     assert f"{flag} is {value}; it must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "import nosuch_package",
+            "ModuleNotFoundError: No module named 'nosuch_package' at {0}:1; install that package",
+        ),
+        ("def broken(:", "SyntaxError: invalid syntax (broken_env.py, line 1)"),
+        ("\nnumber = 1 / 0", "ZeroDivisionError: division by zero at {0}:2"),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_one_line(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "broken_env.py"
+    file.write_text(text)
+    assert atropos(["check-env", f"{file}:BrokenEnv"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"atropos check-env: {file} cannot be imported: {message.format(file)}")
+    assert error.count("\n") == 1
+
+
+def test_a_missing_package_is_named_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_environment("a-b", tmp_path)[0]
+    file.write_text(file.read_text().replace("self.random = random.Random(0)", "import nosuch_package"))
+    assert atropos(["check-env", str(file)]) == 1
+    shown = capsys.readouterr().out
+    assert "setup() raised ModuleNotFoundError: No module named 'nosuch_package'" in shown
+    assert "install that package" in shown
