@@ -387,7 +387,7 @@ def main(argv: list[str] | None = None) -> None:
         token=token,
         session_ttl_s=arguments.session_ttl,
     )
-    uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="warning")
+    uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="warning", timeout_keep_alive=75)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,10 @@ class RecordedEndpoint:
 
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(listener.getsockname()[1])
-        self._server = Server(uvicorn.Config(self._route, interface="asgi3", log_level="error", lifespan="off"))
+        config = uvicorn.Config(
+            self._route, interface="asgi3", log_level="error", lifespan="off", timeout_keep_alive=75
+        )  # an idle connection is the client's to close
+        self._server = Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="recorded-endpoint")
         async with asyncio.timeout(_STARTUP_TIMEOUT_S):
             while not self._server.started:
