@@ -149,7 +149,9 @@ def test_two_processes_stopped_between_the_iterations_on_a_batch(launch: Any, tm
     # with a correction for the sampler the ratio needs each process's log-probs from before the first iteration
     options = {**DETERMINISTIC, "importance_correction": "tis"}
     succeeded(launch("straight", processes=2, **options))
-    succeeded(launch("broken", processes=2, extra={"kill_at": 2, "signal": int(signal.SIGTERM)}, **options))
+    stopped = launch("broken", processes=2, extra={"kill_at": 2, "signal": int(signal.SIGTERM)}, **options)
+    succeeded(stopped)
+    assert stopped.stderr.count("stopping on request after step 3") == 1
     assert (tmp_path / "broken" / "checkpoint-3").is_dir()
     assert not (tmp_path / "broken" / "checkpoint-4").exists()
     succeeded(launch("broken", processes=2, extra={"resume": True}, **options))

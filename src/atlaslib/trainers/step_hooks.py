@@ -49,7 +49,8 @@ class StepHooks(TrainerCallback):  # type: ignore[misc]
         trainer.sampler_host.push_to_environments()
         trainer.close_step()
         if run_state.any_process(trainer.accelerator, trainer.stop_signal.requested):
-            logger.warning("stopping on request after step %d: saving a checkpoint", state.global_step)
+            if trainer.is_world_process_zero():
+                logger.warning("stopping on request after step %d: saving a checkpoint", state.global_step)
             control.should_save = control.should_training_stop = True
         return control
 
