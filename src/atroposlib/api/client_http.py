@@ -79,7 +79,9 @@ class BackOff:
                 f"{self.what} has not answered for {waited:.0f} s ({problem}); check that the rollout server runs and the URL is right"
             )
         if now - self._said >= 10.0:
-            logger.warning("waiting for %s since %.0f s (%s); trying again", self.what, waited, problem)
+            logger.warning(
+                "waiting for %s since %.0f s (%s); trying again (run-api starts a server)", self.what, waited, problem
+            )
             self._said = now
         pause = self._next_s * random.uniform(0.7, 1.3)
         self._next_s = min(self.longest_s, self._next_s * 1.7)

@@ -238,7 +238,7 @@ class EnvRunner:
         if self._unreachable_since is None:
             self._unreachable_since = time.monotonic()
             logger.warning(
-                "the rollout server at %s does not answer (%s: %s); finished groups are kept and sent when it is back",
+                "the rollout server at %s does not answer (%s: %s); trying again, finished groups are kept (run-api starts a server)",
                 self.env.config.rollout_server_url,
                 type(error).__name__,
                 error,
