@@ -24,6 +24,7 @@ from atroposlib.envs.env_config import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.env_runner import EnvRunner
 from atroposlib.envs.group_writer import JsonlWriter, unused_path
 from atroposlib.envs.groups import group_from_items
+from atroposlib.envs.older_interfaces import OlderInterfaces
 from atroposlib.envs.process_runner import ProcessRunner
 from atroposlib.envs.server_handling.policy_versions import record_policy_versions
 from atroposlib.envs.server_handling.server_baseline import (
@@ -68,7 +69,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class BaseEnv(ABC):
+class BaseEnv(OlderInterfaces, ABC):
     """One environment: where items come from, how rollouts are made and scored, how it is evaluated.
 
     Example: ``class Arithmetic(BaseEnv): ...``, then ``Arithmetic.cli()`` and ``python arithmetic.py serve``.
@@ -156,11 +157,12 @@ class BaseEnv(ABC):
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, Any]:
         """The defaults of this environment: its config and its servers (list, one config, or a ``ServerBaseline``)."""
-        return cls.env_config_cls(), ServerBaseline()
+        return cls.default_config(), ServerBaseline()
 
     async def setup(self) -> None:
-        """Load data; called once before anything else."""
-        raise NotImplementedError(f"{type(self).__name__} must define setup()")
+        """Load data; called once before anything else. Nothing happens in this one, so an own ``setup`` may call it."""
+        if type(self).setup is BaseEnv.setup:
+            raise NotImplementedError(f"{type(self).__name__} must define setup()")
 
     @abstractmethod
     async def get_next_item(self) -> Item:
@@ -200,7 +202,7 @@ class BaseEnv(ABC):
         """Last change to a result before it is checked and sent; None drops it."""
         return trajectories
 
-    async def cleanup(self) -> None:  # noqa: B027 - an optional hook
+    async def cleanup(self) -> None:
         """Called after every group."""
 
     # ------------------------------------------------------------------ checkpoints
