@@ -135,9 +135,7 @@ def run(
                 num_rows = arguments.num_seqs_to_save
                 return collect_rows(trainer, output, rows_of, tokenizer, num_rows=num_rows, label=label)
         finally:
-            if (
-                not output.tell()
-            ):  # failed or was stopped before the first row: an empty file would stand in the next one's way
+            if not output.tell():  # no row was written: an empty file would stand in the next one's way
                 Path(arguments.filepath).unlink(missing_ok=True)
 
 
