@@ -104,6 +104,13 @@ def test_ctrl_c_stops_everything_and_keeps_a_checkpoint(run: tuple[Path, str], t
     run_dir = tmp_path / "run"
     try:
         wait_for_a_step(process, run_dir)
+        second = atropos("quickstart", "--plain", "--fresh", "--run-dir", "run", cwd=tmp_path)
+        assert second.returncode == 2
+        assert second.stdout == ""
+        assert second.stderr.startswith(
+            f"atropos quickstart: run_dir: run is used by another run (process {process.pid})"
+        )
+        assert trained_steps(run_dir)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=120)
     finally:
@@ -160,7 +167,13 @@ def test_a_folder_that_is_no_run_is_not_removed(tmp_path: Path) -> None:
     refused = atropos("quickstart", "--fresh", "--run-dir", "precious", cwd=tmp_path)
     assert refused.returncode == 2
     assert "is not a run" in refused.stderr
-    assert (tmp_path / "precious" / "thesis.txt").exists()
+    assert [path.name for path in (tmp_path / "precious").iterdir()] == ["thesis.txt"]
+
+
+def test_a_mistake_on_the_command_line_is_named_once(tmp_path: Path) -> None:
+    wrong = atropos("quickstart", "trainr.max_steps=1", cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert wrong.stderr == "atropos quickstart: command line: unknown key 'trainr'; did you mean 'trainer'?\n"
 
 
 def _install(folder: Path, *, system_site: bool) -> str:

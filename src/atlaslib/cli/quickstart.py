@@ -24,24 +24,23 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     logging.basicConfig(level=logging.ERROR)
     from atlaslib.launch.plan import check_plan, make_plan
-    from atlaslib.launch.running import clear_run, finished_step, run_plan
+    from atlaslib.launch.running import finished_step, run_plan
 
-    plan = make_plan(plan_content(options), where="quickstart")
+    plan = make_plan(plan_content(options), where="command line")
     if options.env or options.model not in {"tiny", "smollm2"} or options.set:
-        check_plan(plan, where="quickstart")
-    if options.fresh:
-        clear_run(plan.run_dir)
-    done = finished_step(plan.run_dir)
+        check_plan(plan, where="command line")
+    done = None if options.fresh else finished_step(plan.run_dir)
     if done is not None and done >= plan.trainer["max_steps"]:
         print(
             f"{plan.run_dir} has finished at step {done}: atropos view {plan.run_dir} shows it; --fresh starts anew, --steps {2 * done} goes on"
         )
         return 0
-    print(INTRODUCTIONS.get("teacher" if options.teacher else "" if options.env else options.model, ""), end="")
     return run_plan(
         plan,
         title=f"atropos quickstart ({'teacher' if options.teacher else options.model})",
         live=False if options.plain else None,
+        fresh=options.fresh,
+        introduction=INTRODUCTIONS.get("teacher" if options.teacher else "" if options.env else options.model, ""),
     )
 
 
@@ -129,15 +128,15 @@ def teacher_content(options: argparse.Namespace) -> dict[str, Any]:
 INTRODUCTIONS = {
     "tiny": (
         "A Llama of 0.4M parameters learns to write a letter a number of times and to stop: D3 -> DDD. "
-        "held-out: combinations it is never trained on.\n"
+        "held-out: combinations it is never trained on."
     ),
     "smollm2": (
         "SmolLM2-135M learns to give sums within ten tokens: What is 3+7? -> 3 + 7 = 10. held-out: sums it is never trained on, answered "
-        "greedily. A step takes about ten seconds on two cores; the very first start also converts the weights.\n"
+        "greedily. A step takes about ten seconds on two cores; the very first start also converts the weights."
     ),
     "teacher": (
         "A teacher learns to say what helps a frozen student. Both tiny models are made first, about 20 seconds. "
-        "Reward: 0 when the student stays wrong, 2 when a short hint makes a wrong answer right.\n"
+        "Reward: 0 when the student stays wrong, 2 when a short hint makes a wrong answer right."
     ),
 }
 TINY_TRAINER: dict[str, Any] = {

@@ -24,26 +24,24 @@ def main(argv: list[str]) -> int:
         "--dry-run", action="store_true", help="print the resolved plan, check that everything exists, start nothing"
     )
     parser.add_argument(
-        "--fresh", action="store_true", help="remove the run's folder first instead of going on from its checkpoint"
+        "--fresh", action="store_true", help="empty the run's folder first instead of going on from its checkpoint"
     )
     parser.add_argument("--plain", action="store_true", help="lines instead of a panel that refreshes")
     options = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.ERROR)
 
     from atlaslib.launch.plan import check_plan, describe, load_plan
-    from atlaslib.launch.running import clear_run, finished_step, run_plan
+    from atlaslib.launch.running import finished_step, run_plan
 
     plan = load_plan(options.config, options.overrides)
     check_plan(plan, where=str(options.config))
     if options.dry_run:
         print(describe(plan))
         return 0
-    if options.fresh:
-        clear_run(plan.run_dir)
-    done = finished_step(plan.run_dir)
+    done = None if options.fresh else finished_step(plan.run_dir)
     if done is not None and done >= int(plan.trainer.get("max_steps", 100)):
         print(
             f"{plan.run_dir} has finished at step {done}; give --fresh to start anew or a larger trainer.max_steps to go on"
         )
         return 0
-    return run_plan(plan, title=plan.name, live=False if options.plain else None)
+    return run_plan(plan, title=plan.name, live=False if options.plain else None, fresh=options.fresh)

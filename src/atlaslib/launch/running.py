@@ -18,9 +18,9 @@ from rich.console import Console
 
 from atlaslib.errors import ConfigError
 from atlaslib.launch.display import RunDisplay
+from atlaslib.launch.folder_lock import LOCK_FILE, hold_folder
 from atlaslib.launch.plan import RunPlan, fix_ports, processes, write_files
 from atlaslib.launch.supervisor import ProcessSpec, RunFailedError, Supervisor
-from atroposlib.utils.cli import make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +28,26 @@ EXIT_OK, EXIT_FAILED, EXIT_CONFIG, EXIT_STOPPED = 0, 1, 2, 130
 """Finished, a process could not be kept alive, wrong configuration, stopped by the user."""
 
 
-def clear_run(run_dir: Path) -> None:
-    """Remove a run's folder; refuses a folder that is not one."""
-    if not run_dir.exists():
-        return
-    if any(run_dir.iterdir()) and not (run_dir / "plan.json").exists():
+@contextmanager
+def hold_run(run_dir: Path, *, fresh: bool) -> Iterator[None]:
+    """Keep other runs out of the folder inside this block; ``fresh`` empties it first and refuses what is not a run."""
+    if fresh:
+        left_by_a_run(run_dir)  # refused before a lock file lies in a stranger's folder
+    with hold_folder(run_dir, "run_dir"):
+        for path in left_by_a_run(run_dir) if fresh else []:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        yield
+
+
+def left_by_a_run(run_dir: Path) -> list[Path]:
+    """What is in the folder, but for its lock."""
+    entries = [path for path in run_dir.iterdir() if path.name != LOCK_FILE] if run_dir.is_dir() else []
+    if entries and not (run_dir / "plan.json").exists():
         raise ConfigError(f"{run_dir} is not a run (no plan.json in it); nothing is removed, choose another --run-dir")
-    shutil.rmtree(run_dir)
+    return entries
 
 
 def finished_step(run_dir: Path) -> int | None:
@@ -75,14 +88,22 @@ def run_plan(
     console: Console | None = None,
     live: bool | None = None,
     specs: list[ProcessSpec] | None = None,
+    fresh: bool = False,
+    introduction: str = "",
 ) -> int:
     """Run a checked plan to its end; returns the exit code."""
+    with hold_run(plan.run_dir, fresh=fresh):
+        console = console or Console()
+        if introduction:
+            console.print(introduction, highlight=False, soft_wrap=True)
+        return _run(plan, title=title, console=console, live=live, specs=specs)
+
+
+def _run(plan: RunPlan, *, title: str, console: Console, live: bool | None, specs: list[ProcessSpec] | None) -> int:
     from atlaslib.launch.report import write_report
 
-    console = console or Console()
     keep_ports(plan)
     fix_ports(plan)
-    make_folder(plan.run_dir, "run_dir")
     (plan.run_dir / "done.json").unlink(missing_ok=True)
     write_files(plan)
     page = plan.rollout_url + "/live"

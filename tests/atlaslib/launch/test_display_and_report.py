@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from atlaslib.errors import ConfigError
 from atlaslib.launch.display import RunDisplay, RunState
 from atlaslib.launch.report import svg_line, write_report
-from atlaslib.launch.running import clear_run, finished_step
+from atlaslib.launch.running import finished_step
 from atroposlib.api.observer import GroupEvent
 from atroposlib.api.run_log import RunLog
 
@@ -127,18 +126,10 @@ def test_sparkline_rises() -> None:
     assert state.sparkline()[-1] == "█"
 
 
-def test_clear_run_refuses_what_is_not_a_run(tmp_path: Path) -> None:
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "notes.txt").write_text("x")
-    with pytest.raises(ConfigError, match="is not a run"):
-        clear_run(folder)
-    (folder / "plan.json").write_text("{}")
-    (folder / "done.json").write_text('{"step": 7}')
-    assert finished_step(folder) == 7
-    clear_run(folder)
-    assert not folder.exists()
-    assert finished_step(folder) is None
+def test_the_step_a_run_finished_with(tmp_path: Path) -> None:
+    assert finished_step(tmp_path) is None
+    (tmp_path / "done.json").write_text('{"step": 7}')
+    assert finished_step(tmp_path) == 7
 
 
 def test_a_teaching_run_shows_what_became_of_the_student(tmp_path: Path) -> None:
