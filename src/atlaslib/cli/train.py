@@ -5,6 +5,7 @@ Everything is read and checked before torch is imported: ``--help`` and a misspe
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -171,9 +172,9 @@ def train(settings: dict[str, Any], run: dict[str, Any]) -> int:
     name = run.get("trainer", "grpo")
     if name not in TRAINERS:
         raise ConfigError(unknown_name_message("trainer", str(name), TRAINERS))
+    from atlaslib.launch.folder_lock import hold_folder
     from atlaslib.models.loading import resolve_model_path
     from atlaslib.trainers.grpo_config import GRPOConfig
-    from atlaslib.trainers.run_state import find_checkpoint
 
     settings.setdefault("output_dir", "atropos_train")
     for table, key in ((settings, "model_name_or_path"), (run, "student_model"), (run, "teacher_model")):
@@ -181,7 +182,21 @@ def train(settings: dict[str, Any], run: dict[str, Any]) -> int:
             table[key] = resolve_model_path(table[key])
     config = GRPOConfig(**settings)
     arguments = _trainer_arguments(name, run, config)
-    trainer = load_object(TRAINERS[name])(args=config, **arguments)
+    # Two runs in one folder would take and delete each other's checkpoints; of several processes the first writes them.
+    first = config.process_index == 0
+    with hold_folder(Path(config.output_dir), "output_dir") if first else contextlib.nullcontext():
+        trainer = load_object(TRAINERS[name])(args=config, **arguments)
+        try:
+            _train(trainer, config, run)
+        except KeyboardInterrupt:
+            _say_stopped(trainer.state.global_step, config.output_dir)
+            raise
+    return 0
+
+
+def _train(trainer: Any, config: Any, run: dict[str, Any]) -> None:
+    from atlaslib.trainers.run_state import find_checkpoint
+
     resume = run.get("resume", "auto")
     wish = {"true": True, "false": None}.get(str(resume).lower(), resume)
     checkpoint = find_checkpoint(wish, config.output_dir)
@@ -196,7 +211,20 @@ def train(settings: dict[str, Any], run: dict[str, Any]) -> int:
         # together: one that aborts while it ends would take down one that still writes
         trainer.accelerator.wait_for_everyone()
         trainer.accelerator.end_training()
-    return 0
+
+
+def _say_stopped(step: int, output_dir: str) -> None:
+    from atlaslib.trainers.run_state import newest_complete
+
+    found = newest_complete(Path(output_dir))
+    if found is None:
+        logger.info("stopped after %d steps; there is no checkpoint yet (save_steps sets how often one is made)", step)
+    else:
+        logger.info(
+            "stopped after %d steps; the newest checkpoint is %s (resume=auto, the default, goes on from it)",
+            step,
+            found,
+        )
 
 
 def _trainer_arguments(name: str, run: dict[str, Any], config: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from atlaslib.cli.train import help_text, main, parse, read_rows
 from atlaslib.errors import ConfigError
+from atlaslib.launch.folder_lock import hold_folder
 
 
 def test_forms_of_a_parameter(tmp_path: Path) -> None:
@@ -165,9 +167,9 @@ def test_as_a_module_for_launchers_a_mistake_is_one_line() -> None:
     assert result.stderr == "atropos train: unknown parameter 'max_stepss'; did you mean 'max_steps'?\n"
 
 
-def test_a_run_from_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: Any) -> list[str]:
+    """The words of a run in ``tmp_path``, the present folder; its reward interrupts it at the call ``INTERRUPT`` names."""
     from atlaslib.models.tiny import tiny_model_folder
 
     monkeypatch.chdir(tmp_path)
@@ -175,9 +177,11 @@ def test_a_run_from_the_command_line(
     folder = tiny_model_folder(tmp_path / "model", vocab_size=len(tiny_tokenizer), hidden=32)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"ask {n}"}) + "\n" for n in range(4)))
     (tmp_path / "my_rewards.py").write_text(
-        "def variety(completions, **_):\n    return [float(len(set(text))) for text in completions]\n"
+        "import os, signal\ncalls = []\ndef variety(completions, **_):\n"
+        "    calls.append(1)\n    if os.environ.get('INTERRUPT') == str(len(calls)): os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return [float(len(set(text))) for text in completions]\n"
     )
-    words = [
+    return [
         f"model_name_or_path={folder}",
         "train_dataset=rows.jsonl",
         "reward_funcs=my_rewards:variety",
@@ -192,6 +196,10 @@ def test_a_run_from_the_command_line(
         "peft.r=2",
         "peft.target_modules=[q_proj]",
     ]
+
+
+def test_a_run_from_the_command_line(small_run: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = small_run
     caplog.set_level(logging.INFO, logger="atlaslib.cli.train")
     assert main([*words, "max_steps=1"]) == 0
     assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text())["step"] == 1
@@ -201,11 +209,43 @@ def test_a_run_from_the_command_line(
     assert "going on from out/checkpoint-1" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("save_steps", "message"),
+    [(1, r"; the newest checkpoint is out/checkpoint-\d \("), (50, r"; there is no checkpoint yet \(save_steps ")],
+)
+def test_ctrl_c_says_where_the_checkpoint_is(
+    small_run: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    save_steps: int,
+    message: str,
+) -> None:
+    monkeypatch.setenv("INTERRUPT", "4")
+    caplog.set_level(logging.INFO, logger="atlaslib.cli.train")
+    with pytest.raises(KeyboardInterrupt):
+        main([*small_run, "max_steps=20", f"save_steps={save_steps}"])
+    assert re.fullmatch(r"stopped after \d steps" + message + ".*", caplog.messages[-1])
+
+
+def test_a_folder_another_run_writes_into_is_refused(small_run: list[str], tmp_path: Path) -> None:
+    with hold_folder(Path("out"), "output_dir"):
+        with pytest.raises(ConfigError, match=rf"^output_dir: out is used by another run \(process {os.getpid()}\)"):
+            main([*small_run, "max_steps=1"])
+        assert [path.name for path in (tmp_path / "out").iterdir()] == ["lock"]
+
+
 def test_smollm2_is_a_name_for_every_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atlaslib.models.smollm2.smollm2_folder", lambda: tmp_path / "where-it-is")
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "hello", "ground_truth": "1"}\n')
     with pytest.raises(ConfigError, match="where-it-is"):
         main(
-            ["trainer=teacher", "model_name_or_path=smollm2", f"train_dataset={rows}", "report_to=none", "use_cpu=true"]
+            [
+                "trainer=teacher",
+                "model_name_or_path=smollm2",
+                f"train_dataset={rows}",
+                "report_to=none",
+                "use_cpu=true",
+                f"output_dir={tmp_path}",
+            ]
         )
