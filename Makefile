@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help quickstart test check format bench verifiers chaos learn gpu vllm llamacpp deepspeed clean
+.PHONY: help quickstart test check format bench verifiers environments chaos learn gpu vllm llamacpp deepspeed clean
 
 help:           ## show the targets
 	@grep -E '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed 's/:.*##/ \t/' | expand -t 14
@@ -52,6 +52,20 @@ bench: $(STAMP) .cache/trl-venv/bin/python  ## all benchmarks in a short form (p
 
 verifiers: $(STAMP) .cache/verifiers-0.4/bin/python .cache/verifiers-0.3/bin/python  ## real `verifiers` environments, both APIs
 	$(BIN)/python -m pytest -m slow tests/atroposlib/envs/test_verifiers_env.py $(ARGS)
+
+# The environments published with atropos 0.4.0, as they are, and what they import beside the packages of the main environment.
+.cache/environments/installed: tests/public_environments/requirements.txt | $(STAMP)
+	mkdir -p .cache/environments
+	$(BIN)/pip download -q --no-binary atroposlib --no-deps -d .cache/environments atroposlib==0.4.0
+	tar -xzf .cache/environments/atroposlib-0.4.0.tar.gz -C .cache/environments --strip-components=1 atroposlib-0.4.0/environments
+	$(BIN)/python -m venv .cache/environments/venv
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$(.cache/environments/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth
+	.cache/environments/venv/bin/pip install -q -r tests/public_environments/requirements.txt
+	touch $@
+
+environments: .cache/environments/installed  ## environments published with atropos 0.4.0, unmodified (67 of 120 can run here; 15 minutes)
+	ATROPOS_ENVIRONMENTS=$(CURDIR)/.cache/environments $(BIN)/python -m pytest -v -m slow -n 2 --dist worksteal tests/public_environments $(ARGS)
 
 chaos: $(STAMP)  ## kill processes at random, many times
 	$(BIN)/python -m pytest -m "slow and not vllm and not gpu" tests/chaos tests/e2e -p no:xdist $(ARGS)
