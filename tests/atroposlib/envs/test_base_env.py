@@ -48,6 +48,7 @@ def test_an_existing_data_file_is_kept(tiny_tokenizer_dir: Path, tmp_path: Path)
     for expected in ("groups.jsonl", "groups_1.jsonl", "groups_2.jsonl"):
         env = make_env(tiny_tokenizer_dir, data_path_to_save_groups=str(path))
         assert Path(env.config.data_path_to_save_groups).name == expected
+        env.jsonl_writer.write({})
         env.jsonl_writer.close()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -33,3 +35,18 @@ def test_an_existing_file_is_never_taken(tmp_path: Path):
     assert unused_path(path) == tmp_path / "groups_1.jsonl"
     (tmp_path / "groups_1.jsonl").touch()
     assert unused_path(path) == tmp_path / "groups_2.jsonl"
+
+
+def test_a_file_without_a_line_does_not_stay(tmp_path: Path):
+    path = tmp_path / "groups.jsonl"
+    writer = JsonlWriter(path)
+    assert unused_path(path).name == "groups_1.jsonl"  # the name is taken meanwhile
+    writer.close()
+    writer.close()
+    assert not path.exists()
+    writer.write({"a": 1})
+    writer.close()
+    assert path.read_text() == '{"a": 1}\n'
+    code = "import sys; from atroposlib.envs.group_writer import JsonlWriter; writer = JsonlWriter(sys.argv[1]); sys.exit(1)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "stopped.jsonl")], check=False)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["groups.jsonl"]
