@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:980px;margin:2rem auto;padding:0 1rem;color:#1d2330}"
+    ":root{color-scheme:light dark;--fg:#1d2330;--dim:#667085;--bg:#fff;--card:#f6f7f9;--line:#dfe3ea;--accent:#2563eb}"
+    "@media (prefers-color-scheme:dark){:root{--fg:#e6e9f0;--dim:#96a0b5;--bg:#12151c;--card:#1b202b;--line:#2d3444;--accent:#7aa2ff}}"
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:980px;margin:2rem auto;padding:0 1rem;color:var(--fg);background:var(--bg);overflow-wrap:anywhere}"
     "h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse}td,th{text-align:left;padding:.2rem .8rem .2rem 0;"
-    "border-bottom:1px solid #dfe3ea;font-variant-numeric:tabular-nums}.charts{display:grid;grid-template-columns:1fr 1fr;gap:1rem}"
-    "figure{margin:0}figcaption{color:#667085;font-size:.85rem}svg{width:100%;background:#f6f7f9;border-radius:6px}"
-    "pre{background:#f6f7f9;padding:.6rem;border-radius:6px;white-space:pre-wrap;overflow-wrap:anywhere}"
+    "border-bottom:1px solid var(--line);font-variant-numeric:tabular-nums}td:not(:nth-child(2)),th{overflow-wrap:normal}"
+    ".charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,340px),1fr));gap:1rem}"
+    "figure{margin:0}figcaption{color:var(--dim);font-size:.85rem}svg{width:100%;background:var(--card);border-radius:6px}"
+    "polyline{fill:none;stroke:var(--accent);stroke-width:1.6}text{font-size:11px;fill:var(--dim)}"
+    "pre{background:var(--card);padding:.6rem;border-radius:6px;white-space:pre-wrap}"
 )
 CHARTS = (
     ("Reward of the batches trained on", "trainer", "reward"),
@@ -46,7 +50,7 @@ def report_page(history: Any, run_dir: Path) -> str:
     overview = history.overview(after=2**62)
     name = overview["meta"].get("name", run_dir.name)
     parts = [
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width'>",
         f"<title>{html.escape(name)}</title><style>{STYLE}</style></head><body><h1>{html.escape(name)}</h1>",
         f"<p>{html.escape(summary(series, overview))}</p>",
         numbers_table(series, overview),
@@ -132,21 +136,20 @@ def numbers_table(series: dict[tuple[str, str], list[tuple[int, float]]], overvi
     )  # fmt: skip
 
 
-def svg_line(points: list[tuple[int, float]], width: int = 460, height: int = 180) -> str:
-    """A curve with its axes' ends written on."""
+def svg_line(points: list[tuple[int, float]], width: int = 360, height: int = 160) -> str:
+    """A curve with its axes' ends written on; as wide as a phone, so that they can be read there."""
     xs, ys = [step for step, _ in points], [value for _, value in points]
     low, high = min([0.0, *ys]), max(ys)
     high = high if high > low else low + 1
     span = max(1, xs[-1] - xs[0])
     coordinates = " ".join(
-        f"{40 + (x - xs[0]) / span * (width - 50):.1f},{height - 20 - (y - low) / (high - low) * (height - 35):.1f}"
+        f"{54 + (x - xs[0]) / span * (width - 64):.1f},{height - 20 - (y - low) / (high - low) * (height - 35):.1f}"
         for x, y in points
     )
-    label = "font-size='11' fill='#667085'"
     return (
-        f"<svg viewBox='0 0 {width} {height}' role='img'><polyline points='{coordinates}' fill='none' stroke='#2563eb' stroke-width='1.6'/>"
-        f"<text x='4' y='16' {label}>{high:.3g}</text><text x='4' y='{height - 20}' {label}>{low:.3g}</text>"
-        f"<text x='40' y='{height - 5}' {label}>step {xs[0]}</text><text x='{width - 10}' y='{height - 5}' text-anchor='end' {label}>step {xs[-1]}</text></svg>"
+        f"<svg viewBox='0 0 {width} {height}' role='img'><polyline points='{coordinates}'/>"
+        f"<text x='4' y='16'>{high:.3g}</text><text x='4' y='{height - 20}'>{low:.3g}</text>"
+        f"<text x='54' y='{height - 5}'>step {xs[0]}</text><text x='{width - 10}' y='{height - 5}' text-anchor='end'>step {xs[-1]}</text></svg>"
     )
 
 

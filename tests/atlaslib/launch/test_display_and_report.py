@@ -72,7 +72,7 @@ def test_no_report_without_a_log(tmp_path: Path) -> None:
 def test_a_curve_runs_from_corner_to_corner() -> None:
     points = re.search(r"points='([^']*)'", svg_line([(0, 0.0), (10, 1.0)]))
     assert points is not None
-    assert points.group(1).split() == ["40.0,160.0", "450.0,15.0"]
+    assert points.group(1).split() == ["54.0,140.0", "350.0,15.0"]
 
 
 def test_the_terminal_shows_step_reward_queue_and_the_newest_rollout(run_dir: Path) -> None:
