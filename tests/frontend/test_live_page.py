@@ -259,6 +259,7 @@ def test_hostile_text_stays_text(browser: Browser, log: RunLog, live: str) -> No
 
 def test_a_finished_run(browser: Browser, log: RunLog, tmp_path: Path) -> None:
     add_step(log, 1)
+    add_group(log, 9)
     log.close()
     served = Served(create_view_app(tmp_path))
     try:
@@ -266,8 +267,16 @@ def test_a_finished_run(browser: Browser, log: RunLog, tmp_path: Path) -> None:
         browser.wait("return document.querySelector('#state').innerText === 'finished run'")
         browser.wait("return document.querySelector('#processes').innerText.includes('ended')")
         assert "running" not in browser.text("#processes")
-        browser.click("nav a[data-view=rollouts]")
+        assert "1\ngroups not used" in browser.texts(".tile")
+        browser.open(served.url + "/live#rollouts")
         browser.wait("return document.querySelectorAll('.sample').length === 2")
+        assert "the run ended without it" in browser.text("#group .facts")
+        assert [("not used" in entry, "trained step 1" in entry) for entry in browser.texts(".entry")] == [
+            (True, False),
+            (False, True),
+            (False, True),
+        ]
+        assert "waiting" not in browser.text("#rollouts")
     finally:
         served.stop()
 

@@ -92,7 +92,7 @@ function drawTiles(state) {
   const rejected = numRejected(state);
   document.getElementById("tiles").replaceChildren(
     tile("step", shortNumber(state.batches.step ?? latest("trainer", "step") ?? 0)), tile("reward (newest groups)", shortNumber(reward)),
-    tile("tokens/s sampled", shortNumber(tokens)), tile("groups waiting", shortNumber(state.counts.queued ?? 0)),
+    tile("tokens/s sampled", shortNumber(tokens)), tile(state.live ? "groups waiting" : "groups not used", shortNumber(state.counts.queued ?? 0)),
     tile("groups", shortNumber(state.counts.groups)), tile("samples", shortNumber(state.counts.samples)), tile("tokens", shortNumber(state.counts.tokens)),
     tile("batches trained", `${state.batches.acked ?? 0}`), tile("rejected groups", shortNumber(rejected)));
 }

@@ -26,7 +26,7 @@ function drawGroupList() {
   list.replaceChildren(...reader.groups.map((group) => {
     const bar = element("i");
     bar.style.width = Math.max(0, Math.min(1, group.mean_score ?? 0)) * 100 + "%";
-    const trained = group.step !== null ? "trained step " + group.step : group.batch_seq !== null ? "in batch " + group.batch_seq : "waiting";
+    const trained = group.step !== null ? "trained step " + group.step : group.batch_seq !== null ? "in batch " + group.batch_seq : group.live ? "waiting" : "not used";
     const entry = element("button", { class: "entry" + (group.key === reader.chosen ? " on" : ""), type: "button", "data-key": group.key },
       element("span", { text: (group.env ?? "unnamed") + "  " + shortNumber(group.mean_score) }),
       element("small", { text: `${group.size} samples, ${group.num_tokens} tokens, ${trained}${versionText(group)}` }),
@@ -58,7 +58,7 @@ function drawGroup() {
   raw.addEventListener("click", () => { rawBox.textContent = rawBox.textContent || JSON.stringify(group, null, 1); rawBox.hidden = !rawBox.hidden; });
   const facts = [
     `group ${group.group_id}`, `environment ${group.env ?? "unnamed"}`, new Date(group.time * 1000).toLocaleString(),
-    group.step !== null ? `trained at step ${group.step} (batch ${group.batch_seq})` : group.batch_seq !== null ? `in batch ${group.batch_seq}` : "waiting in the queue",
+    group.step !== null ? `trained at step ${group.step} (batch ${group.batch_seq})` : group.batch_seq !== null ? `in batch ${group.batch_seq}` : group.live ? "waiting in the queue" : "the run ended without it",
   ];
   if (group.min_version !== null) facts.push("sampled by" + versionText(group).slice(1));
   const parts = [element("p", { class: "facts", text: facts.join(" · ") }), raw, rawBox];

@@ -50,7 +50,7 @@ def add_live_routes(app: FastAPI, run_log: RunLog | str | Path) -> None:
         limit: int = 50,
     ) -> Response:
         wanted = GroupFilter(env=env, min_score=min_score, max_score=max_score, step=step, before=before, limit=limit)
-        return JSONResponse(history.groups(wanted))
+        return JSONResponse([group | {"live": live} for group in history.groups(wanted)])
 
     @app.get("/live/api/groups/{key}", include_in_schema=False)
     def group(key: int) -> Response:
@@ -59,7 +59,7 @@ def add_live_routes(app: FastAPI, run_log: RunLog | str | Path) -> None:
             raise HTTPException(404, f"no group {key} in this run")
         if found["content"]:
             found["token_texts"] = token_texts(found["content"]["tokens"], history.meta().get("tokenizer"))
-        return JSONResponse(found)
+        return JSONResponse(found | {"live": live})
 
     @app.get("/live/api/trace/step/{step}", include_in_schema=False)
     def trace_step(step: int) -> Response:
