@@ -64,7 +64,7 @@ verifiers: $(STAMP) .cache/verifiers-0.4/bin/python .cache/verifiers-0.3/bin/pyt
 	.cache/environments/venv/bin/pip install -q -r tests/public_environments/requirements.txt
 	touch $@
 
-environments: .cache/environments/installed  ## environments published with atropos 0.4.0, unmodified (67 of 120 can run here; 15 minutes)
+environments: .cache/environments/installed  ## environments published with atropos 0.4.0, unmodified (84 of 120 can run; 20 minutes)
 	ATROPOS_ENVIRONMENTS=$(CURDIR)/.cache/environments $(BIN)/python -m pytest -v -m slow -n 2 --dist worksteal tests/public_environments $(ARGS)
 
 chaos: $(STAMP)  ## kill processes at random, many times

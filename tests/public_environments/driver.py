@@ -20,6 +20,7 @@ import yaml
 
 from atroposlib.api.client import TrainerClient
 from atroposlib.testing.harness_server import HarnessServer
+from public_environments.stand_ins import fill
 from rollout_process import ServerProcess
 
 HERE = Path(__file__).parent
@@ -58,9 +59,8 @@ class Run:
 
     def arguments(self, endpoint: str, rollout_server: str | None) -> list[str]:
         tokenizer = str(self.stand_ins / "tokenizer")
-        names = {"{endpoint}": endpoint, "{tokenizer}": tokenizer, "{folder}": str(self.stand_ins)}
         if self.command == "script":
-            return [_named(argument, names) for argument in self.entry.get("arguments", [])]
+            return [self._named(argument, endpoint) for argument in self.entry["arguments"]]
         server = {"base_url": endpoint, "api_key": "x", "model_name": "m", "server_type": "vllm"}
         server["tokenizer_name"] = tokenizer
         flags: dict[str, Any] = {"env.tokenizer_name": tokenizer, "env.use_wandb": False, "env.group_size": 4}
@@ -79,8 +79,11 @@ class Run:
         else:
             flags |= {f"openai.{name}": value for name, value in server.items()}
         flags |= self.entry.get("flags", {}) | self.entry.get(f"{self.command}_flags", {})
-        pairs = [(f"--{name}", _named(str(value), names)) for name, value in flags.items()]
+        pairs = [(f"--{name}", self._named(str(value), endpoint)) for name, value in flags.items()]
         return [self.command, *itertools.chain.from_iterable(pairs), "--slurm", "false"]
+
+    def _named(self, text: str, endpoint: str) -> str:
+        return text.replace("{endpoint}", endpoint).replace("{folder}", str(self.stand_ins))
 
     def variables(self, endpoint: str) -> dict[str, str]:
         samples = HERE.parent / "atroposlib" / "envs" / "verifiers_samples"
@@ -88,18 +91,13 @@ class Run:
         given = {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "OPENAI_BASE_URL": endpoint, "WANDB_MODE": "disabled"}
         given |= {"NLTK_DATA": str(self.stand_ins / "nltk"), "WIKISQL_CACHE_DIR": str(self.stand_ins / "wikisql")}
         given |= {f"{name}_API_KEY": "x" for name in KEYS}
-        return os.environ | given | {"TQDM_DISABLE": "1", "HF_DATASETS_OFFLINE": "1"} | self.entry.get("variables", {})
+        given |= {"TQDM_DISABLE": "1", "HF_DATASETS_OFFLINE": "1"}
+        return {**os.environ, **given, **self.entry.get("variables", {})}
 
     def start(self, endpoint: str, rollout_server: str | None = None) -> subprocess.Popen[bytes]:
-        file = self.root / "environments" / self.entry.get("runner", self.file)
-        target = self.entry.get("module", str(file))
-        head = [
-            str(self.root / "venv" / "bin" / "python"),
-            str(HERE / "stand_ins.py"),
-            str(self.stand_ins),
-            endpoint,
-            target,
-        ]
+        target = self.entry.get("module", self.root / "environments" / self.entry.get("runner", self.file))
+        python = self.root / "venv" / "bin" / "python"
+        head = [str(part) for part in (python, HERE / "stand_ins.py", self.stand_ins, endpoint, target)]
         with self.log.open("wb") as log:
             return subprocess.Popen(
                 head + self.arguments(endpoint, rollout_server),
@@ -115,6 +113,9 @@ class Run:
 
     def run(self, tokenizer: Any) -> str | None:
         """What is wrong with what came out, or None."""
+        for name, (count, row) in self.entry.get("data", {}).items():
+            rows = [fill(row, i) for i in range(count)]
+            (self.root / "environments" / self.file).with_name(name).write_text(json.dumps(rows))
         with HarnessServer(tokenizer=tokenizer, reply=self.answer) as server:
             return self._serve(server.base_url) if self.command == "serve" else self._until_done(server)
 
@@ -162,12 +163,6 @@ class Run:
         if len(batches) == NUM_BATCHES and all(group["scores"] for batch in batches for group in batch.groups):
             return None
         return f"{len(batches)} of {NUM_BATCHES} batches reached the trainer"
-
-
-def _named(text: str, names: dict[str, str]) -> str:
-    for name, value in names.items():
-        text = text.replace(name, value)
-    return text
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
