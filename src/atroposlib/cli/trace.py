@@ -90,7 +90,7 @@ def sample_text(found: dict[str, Any]) -> str:
         parts = "".join(f", {name} {value:g}" for name, value in sample["components"].items())
         lines.append(f"  sample {sample['sample_id']}: score {sample['score']:g}{parts}")
     if found["batch_seq"] is None:
-        lines.append("  waits in the queue: no batch has it yet")
+        lines.append("  in no batch")
     else:
         lines.append(
             f"  batch {found['batch_seq']}, formed {_when(found['formed'])}, delivered {_when(found['delivered'])}"
