@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+SPLITS = ("train", "test", "validation", "dev", "free_form", "multiple_choice")
 ROWS = Path(__file__).with_name("stand_in_rows.yaml")
 
 
@@ -55,7 +56,7 @@ def stand_in_data_sets(with_images: bool) -> None:
             data = data.to_iterable_dataset()
         if kwargs.get("split") or len(args) > 2:
             return data
-        return datasets.DatasetDict(dict.fromkeys(("train", "test", "validation", "dev"), data))
+        return datasets.DatasetDict(dict.fromkeys(SPLITS, data))
 
     datasets.load_dataset = load_dataset
 
