@@ -6,9 +6,11 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +211,15 @@ def test_a_run_from_the_command_line(small_run: list[str], tmp_path: Path, caplo
     assert "going on from out/checkpoint-1" in caplog.text
 
 
+@pytest.fixture
+def ctrl_c_interrupts() -> Iterator[None]:
+    """Also where the tests run in the background, with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 @pytest.mark.parametrize(
     ("save_steps", "message"),
     [(1, r"; the newest checkpoint is out/checkpoint-\d \("), (50, r"; there is no checkpoint yet \(save_steps ")],
