@@ -20,6 +20,13 @@ from atlaslib.launch.supervisor import Supervisor
 from atroposlib.api.run_log import read_run_log
 
 ENVIRONMENT = "repeat_letters"
+STEADY = {
+    "per_device_train_batch_size": 256,
+    "num_generations": 16,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 5,
+}
+"""With batches this large every undisturbed run learns; with those of the short test the last rewards lie anywhere."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +58,7 @@ def make_run(run_dir: Path, model_dir: Path, *, steps: int, **trainer: object) -
             "environments": [
                 {
                     "path": "atroposlib.envs.quickstart_env:RepeatLetters",
-                    "config": {"group_size": 8, "steps_per_eval": 0},
+                    "config": {"group_size": settings["num_generations"], "steps_per_eval": 0},
                 }
             ],
         },
@@ -119,7 +126,7 @@ def disturb(
 
 
 def check_lineage(plan: RunPlan) -> None:
-    steps = int(plan.trainer["max_steps"])
+    steps, batch = int(plan.trainer["max_steps"]), int(plan.trainer["per_device_train_batch_size"])
     log = read_run_log(plan.run_dir)
     try:
         trained = log.execute("SELECT step, batch_seq FROM steps ORDER BY step").fetchall()
@@ -130,7 +137,7 @@ def check_lineage(plan: RunPlan) -> None:
             "SELECT m.batch_seq, sum(g.size) FROM members m LEFT JOIN groups g ON g.group_id = m.group_id WHERE m.batch_seq <= ? GROUP BY 1 ORDER BY 1",
             (steps,),
         ).fetchall()
-        assert [tuple(row) for row in sizes] == [(seq, 32) for seq in range(1, steps + 1)]
+        assert [tuple(row) for row in sizes] == [(seq, batch) for seq in range(1, steps + 1)]
         # Oldest first: nothing that was accepted before the newest trained group was left behind.
         newest = log.execute(
             "SELECT max(g.key) FROM groups g JOIN members m USING (group_id) WHERE m.batch_seq <= ?", (steps,)
@@ -171,10 +178,10 @@ def test_many_kills_and_the_reward_of_an_undisturbed_run(tmp_path: Path, model_d
     victims = ["server", ENVIRONMENT, "trainer"] * 8
     random.Random(1).shuffle(victims)
     # Save after every step: progress between two kills of the trainer is then never lost.
-    disturbed = make_run(tmp_path / "disturbed", model_dir, steps=90, save_steps=1)
+    disturbed = make_run(tmp_path / "disturbed", model_dir, steps=90, save_steps=1, **STEADY)
     _, killer = disturb(disturbed, victims, seed=1, timeout_s=2400, longest_wait_s=90)
     assert len(killer.killed) >= 20
     check_lineage(disturbed)
-    calm = make_run(tmp_path / "calm", model_dir, steps=90)
+    calm = make_run(tmp_path / "calm", model_dir, steps=90, **STEADY)
     disturb(calm, [], seed=0, timeout_s=900, longest_wait_s=60)
     assert abs(final_reward(disturbed) - final_reward(calm)) < 0.25
