@@ -1,4 +1,4 @@
-"""Who may talk to a server of ours: loopback needs nothing, any other address needs a bearer token."""
+"""Who may talk to a server of ours, and how long: loopback needs nothing, any other address needs a bearer token."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from atroposlib.errors import ConfigError
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+KEEP_ALIVE_S = 75
+"""An idle connection is the client's to close: one closed here just as a client reuses it fails that request."""
 
 
 def is_loopback(host: str) -> bool:

@@ -36,7 +36,7 @@ from atlaslib.engine.openai_protocol import LogprobsMode, ParsedRequest, Request
 from atlaslib.engine.policy_service import PolicyService, ServerMetrics, prometheus
 from atlaslib.engine.sequence import Completion
 from atlaslib.errors import AtroposError, ConfigError, EngineStoppedError, nearest_name
-from atroposlib.access import Receive, Scope, Send, TokenGate, check_bind
+from atroposlib.access import KEEP_ALIVE_S, Receive, Scope, Send, TokenGate, check_bind
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +44,6 @@ LARGE_BODY = 32 * 2**10
 """Bytes: about 10 ms of tokenizing."""
 MAX_BODY = 128 * 2**20
 """Bytes: 4096 prompts of 4096 token ids, many times the longest single prompt."""
-KEEP_ALIVE_S = 75
-"""An idle connection is the client's to close: one closed here just as a client reuses it fails that request."""
 Parsed = TypeVar("Parsed")
 
 

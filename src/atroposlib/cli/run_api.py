@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atroposlib.access import check_bind
+from atroposlib.access import KEEP_ALIVE_S, check_bind
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.cli import make_folder
 from atroposlib.utils.closed_pipe import ends_with_its_reader
@@ -163,7 +163,7 @@ def server_for(app: FastAPI, log_level: str) -> uvicorn.Server:
         log_level=log_level,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=75,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=10,
     )
     return uvicorn.Server(config)

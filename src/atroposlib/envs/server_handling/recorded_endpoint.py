@@ -14,6 +14,8 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+from atroposlib.access import KEEP_ALIVE_S
+
 SESSION_HEADER = b"x-session-id"
 _STARTUP_TIMEOUT_S = 30.0
 _SESSION_TTL_S = 3 * 3600.0
@@ -58,8 +60,8 @@ class RecordedEndpoint:
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(listener.getsockname()[1])
         config = uvicorn.Config(
-            self._route, interface="asgi3", log_level="error", lifespan="off", timeout_keep_alive=75
-        )  # an idle connection is the client's to close
+            self._route, interface="asgi3", log_level="error", lifespan="off", timeout_keep_alive=KEEP_ALIVE_S
+        )
         self._server = Server(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="recorded-endpoint")
         async with asyncio.timeout(_STARTUP_TIMEOUT_S):
